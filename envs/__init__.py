@@ -1,0 +1,1 @@
+"""Where things happen: Gymnasium environments and cost functions. No learning code, no Ray."""
