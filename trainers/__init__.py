@@ -1,0 +1,1 @@
+"""Learners, the run directory, checkpoints and the run loop."""
