@@ -1,0 +1,63 @@
+"""Ray for one run: join the cluster that RAY_ADDRESS names, or start a small one and stop it again."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+CHECKOUT = Path(__file__).resolve().parent.parent
+# Arrays on the way between driver and runners: a few MB an iteration; Ray's own default is 30 % of memory.
+OBJECT_STORE_BYTES = 256 * 1024**2
+THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
+
+def ray_environment(environ: Mapping[str, str], home: Path | None = None) -> dict[str, str]:
+    """Variables to set before Ray starts a cluster on this machine, so that only this run can talk to it.
+
+    Ray authenticates by token and, finding none, writes one into the home folder. Here the cluster gets a
+    random token of its own, which its processes inherit and which dies with them. A mode, a token or a token
+    file that the user has set, or already keeps in `home`, is left as it is; so is an existing cluster.
+    """
+    home = Path.home() if home is None else home
+    if environ.get("RAY_ADDRESS") or environ.get("RAY_AUTH_MODE", "token").lower() != "token":
+        return {}
+    theirs = environ.get("RAY_AUTH_TOKEN") or environ.get("RAY_AUTH_TOKEN_PATH")
+    if theirs or (home / ".ray" / "auth_token").exists():
+        return {"RAY_AUTH_MODE": "token"}
+    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+
+
+@contextmanager
+def local_cluster(num_workers: int) -> Iterator[None]:
+    """Ray up inside the block. Does nothing when Ray is already up.
+
+    Workers import the rooms from this checkout: by their search path on this machine, by `working_dir` elsewhere.
+    """
+    import ray
+
+    if ray.is_initialized():
+        yield
+        return
+    if os.environ.get("RAY_ADDRESS"):
+        excludes = [".git", ".venv", "runs", "tests", "benchmarks"]
+        runtime_env = {"working_dir": str(CHECKOUT), "excludes": excludes, "env_vars": THREADS}
+        ray.init(runtime_env=runtime_env, log_to_driver=False)
+    else:
+        os.environ.update(THREADS | ray_environment(os.environ))
+        # Ray puts the current folder first on its workers' search path, before PYTHONPATH.
+        with contextlib.chdir(CHECKOUT):
+            ray.init(
+                num_cpus=max(1, num_workers),
+                include_dashboard=False,
+                object_store_memory=OBJECT_STORE_BYTES,
+                log_to_driver=False,
+                logging_level="ERROR",
+            )
+    try:
+        yield
+    finally:
+        ray.shutdown()
