@@ -21,14 +21,15 @@ def ray_environment(environ: Mapping[str, str], home: Path | None = None) -> dic
     Ray authenticates by token and, finding none, writes one into the home folder. Here the cluster gets a
     random token of its own, which its processes inherit and which dies with them. A mode, a token or a token
     file that the user has set, or already keeps in `home`, is left as it is; so is an existing cluster.
+    RAY_AUTH_MODE is left alone too: Ray's own default is "token", and it reads that variable only once.
     """
     home = Path.home() if home is None else home
-    if environ.get("RAY_ADDRESS") or environ.get("RAY_AUTH_MODE", "token").lower() != "token":
+    theirs = ("RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+    if any(environ.get(name) for name in theirs) or (home / ".ray" / "auth_token").exists():
         return {}
-    theirs = environ.get("RAY_AUTH_TOKEN") or environ.get("RAY_AUTH_TOKEN_PATH")
-    if theirs or (home / ".ray" / "auth_token").exists():
-        return {"RAY_AUTH_MODE": "token"}
-    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    if environ.get("RAY_AUTH_MODE", "token").lower() != "token":
+        return {}
+    return {"RAY_AUTH_TOKEN": secrets.token_hex(32)}
 
 
 @contextmanager
