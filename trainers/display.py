@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
+import termios
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -58,7 +60,8 @@ class Progress:
         self.total_steps = self.total_env_steps = 0
         self.step = 0
         self.metrics: Mapping[str, Value] = {}
-        self.stopping: str | None = None
+        self.signal: str | None = None
+        self.ended = False
         self._marks: deque[tuple[float, int, float]] = deque(maxlen=16)  # (clock, step, env steps)
 
     def update(self, step: int, metrics: Mapping[str, Value]) -> None:
@@ -89,12 +92,15 @@ class Progress:
         done = self.metrics.get("env_steps")
         if done is not None and self.total_env_steps:
             facts.append(f"{done:,.0f}/{self.total_env_steps:,} env steps")
-        if self.env_steps_per_second:
+        if self.env_steps_per_second and not self.signal:
             facts.append(f"{self.env_steps_per_second:,.0f} env steps/s")
-        if self.seconds_left is not None and self.step < self.total_steps:
+        seconds = self.metrics.get("seconds")
+        if seconds is not None:
+            facts.append(f"{format_duration(seconds)} so far")
+        if self.seconds_left is not None and self.step < self.total_steps and not (self.signal or self.ended):
             facts.append(f"{format_duration(self.seconds_left)} left")
-        if self.stopping:
-            facts.append(f"{self.stopping}: stopping after this step")
+        if self.signal:
+            facts.append(f"{self.signal}: {'stopped' if self.ended else 'stopping after this step'}")
         return facts
 
 
@@ -106,8 +112,6 @@ class Display:
         self.headline: Sequence[HeadlineItem] = ()
 
     def start(self) -> None: ...
-
-    def stop(self) -> None: ...
 
     def show(self) -> None: ...
 
@@ -123,7 +127,10 @@ class Display:
 
     def stopping(self, signal_name: str) -> None:
         """Called from a signal handler: may set state, must not print through a lock."""
-        self.progress.stopping = signal_name
+        self.progress.signal = signal_name
+
+    def stop(self) -> None:
+        self.progress.ended = True
 
 
 class PlainDisplay(Display):
@@ -138,12 +145,13 @@ class PlainDisplay(Display):
             self._line()
 
     def stop(self) -> None:
+        super().stop()
         if self.progress.step != self._shown:
             self._line()
 
     def _line(self) -> None:
         values = self.progress.metrics
-        items = [f"{i.label} {format_value(values.get(i.metric))}{i.suffix}" for i in self.headline]
+        items = [f"{item.label} {''.join(_shown(item, values))}" for item in self.headline]
         print(" · ".join(self.progress.facts() + items), flush=True)
         self._next, self._shown = time.monotonic() + self.every, self.progress.step
 
@@ -165,6 +173,7 @@ class RichDisplay(Display):
         super().__init__(title)
         self.console = console or Console()
         self.history: dict[str, deque[float]] = {}
+        self._until_stop = contextlib.ExitStack()
         self._live = Live(
             get_renderable=self.render,
             console=self.console,
@@ -173,10 +182,12 @@ class RichDisplay(Display):
         )
 
     def start(self) -> None:
-        self._live.start()
+        self._until_stop.enter_context(_no_control_echo())
+        self._until_stop.enter_context(self._live)
 
     def stop(self) -> None:
-        self._live.stop()
+        super().stop()
+        self._until_stop.close()
 
     def update(self, step: int, metrics: Mapping[str, Value]) -> None:
         for item in self.headline:
@@ -199,23 +210,63 @@ class RichDisplay(Display):
         from rich.text import Text
 
         progress = self.progress
+        parts: list[RenderableType] = []
         if not progress.total_steps:
-            body: RenderableType = Text("starting ...", style="dim")
+            parts.append(Text("starting ...", style="dim"))
         else:
-            facts = Text("  ·  ".join(progress.facts()), style="yellow" if progress.stopping else "")
-            body = Group(ProgressBar(progress.total_steps, progress.step), facts)
-        if progress.total_steps and self.headline:
-            table = Table.grid(padding=(0, 3), pad_edge=False)
-            for item in self.headline:
-                table.add_column(min_width=max(8, len(item.label)), no_wrap=True)
-            table.add_row(*(Text(item.label, style="dim") for item in self.headline))
-            values = ((format_value(progress.metrics.get(i.metric)), i.suffix) for i in self.headline)
-            table.add_row(*(Text.assemble((value, "bold cyan"), (suffix, "dim")) for value, suffix in values))
-            table.add_row(
-                *(Text(sparkline(self.history.get(i.metric, ()), 12), style="cyan") for i in self.headline)
-            )
-            body = Group(body, "", table)
-        return Panel(body, title=self.title, title_align="left", border_style="dim", padding=(0, 1))
+            bar = Table.grid(expand=True, padding=(0, 1, 0, 0))
+            bar.add_column(ratio=1)
+            bar.add_column(justify="right")
+            percent = f"{100 * progress.step // progress.total_steps} %"
+            bar.add_row(ProgressBar(progress.total_steps, progress.step), Text(percent, style="bold"))
+            facts = Text(" · ".join(progress.facts()), style="yellow" if progress.signal else "")
+            parts += [bar, facts, *self._headline_rows()]
+        return Panel(Group(*parts), title=self.title, title_align="left", border_style="dim", padding=(0, 1))
+
+    def _headline_rows(self) -> Iterator[RenderableType]:
+        """As many columns side by side as the terminal has room for, and the rest below them."""
+        from rich.table import Table
+        from rich.text import Text
+
+        cells = [
+            (item, *_shown(item, self.progress.metrics), sparkline(self.history.get(item.metric, ()), 14))
+            for item in self.headline
+        ]
+        width = max([14, *(max(len(i.label), len(value + suffix)) for i, value, suffix, _ in cells)]) + 3
+        per_row = max(1, (self.console.width - 4) // width)
+        for row in (cells[k : k + per_row] for k in range(0, len(cells), per_row)):
+            table = Table.grid()
+            for _ in row:
+                table.add_column(width=width, no_wrap=True)
+            table.add_row(*(Text(item.label, style="dim") for item, *_ in row))
+            table.add_row(*(Text.assemble((v, "bold cyan"), (suffix, "dim")) for _, v, suffix, _ in row))
+            table.add_row(*(Text(course, style="cyan") for *_, course in row))
+            yield Text()
+            yield table
+
+
+def _shown(item: HeadlineItem, metrics: Mapping[str, Value]) -> tuple[str, str]:
+    """(value, suffix) as shown; nothing follows a value that is not there."""
+    value = metrics.get(item.metric)
+    return format_value(value), "" if value is None else item.suffix
+
+
+@contextlib.contextmanager
+def _no_control_echo() -> Iterator[None]:
+    """Keep the terminal from printing ^C into the panel while it is live."""
+    try:
+        terminal = sys.stdin.fileno()
+        before = termios.tcgetattr(terminal)
+        quiet = [*before]
+        quiet[3] &= ~termios.ECHOCTL
+        termios.tcsetattr(terminal, termios.TCSADRAIN, quiet)
+    except (termios.error, OSError, ValueError, AttributeError):  # no terminal at the other end
+        yield
+        return
+    try:
+        yield
+    finally:
+        termios.tcsetattr(terminal, termios.TCSADRAIN, before)
 
 
 def sparkline(values: Sequence[float] | deque[float], width: int) -> str:

@@ -175,7 +175,8 @@ class Run:
         values = {name: _number(name, value, step) for name, value in metrics.items()}
         if {"step", "seconds"} & values.keys():
             raise ValueError("the metrics 'step' and 'seconds' are written by the run itself")
-        line = json.dumps({"step": step, **values, "seconds": round(self.seconds, 3)}, allow_nan=False)
+        seconds = round(self.seconds, 3)
+        line = json.dumps({"step": step, **values, "seconds": seconds}, allow_nan=False)
         self._append(file, line.encode() + b"\n")
         self._last_step = step
         if self.cfg.tensorboard:
@@ -186,7 +187,7 @@ class Run:
                 raise self._cannot_write(
                     error, "the TensorBoard curves", self.path / "tensorboard"
                 ) from error
-        self._display.update(step, values)
+        self._display.update(step, {**values, "seconds": seconds})
 
     def event(self, text: str) -> None:
         """A line about something that happened: on screen and, with its time, in events.log."""
