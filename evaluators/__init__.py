@@ -1,0 +1,1 @@
+"""Evaluation: a checkpoint in, a report out. No training loops."""
