@@ -1,0 +1,1 @@
+"""Where commands start: Hydra composition, checks before the work, exit codes. No formulas."""

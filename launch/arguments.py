@@ -1,0 +1,222 @@
+"""What a user typed, checked against the config it is about before Hydra sees it.
+
+Aliases become names; an unknown setting, choice or type is a UserError that says what was probably meant.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Sequence
+from typing import Any
+
+from hydra._internal.utils import get_args_parser
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from envs.errors import UserError, nearest
+from launch import config
+from trainers.run import Run
+
+WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
+
+
+@dataclasses.dataclass
+class Arguments:
+    """A checked command line. argv: for Hydra; given: the settings that the user typed, key to value."""
+
+    argv: list[str]
+    given: dict[str, str]
+
+
+def read(argv: Sequence[str]) -> Arguments:
+    """Checks a command line of launch/train.py and rewrites it for Hydra. Raises UserError."""
+    flags, tokens, multirun = _split(argv)
+    overrides = [parse(token) for token in tokens]
+    groups = [o for o in overrides if o.key_or_group in config.GROUPS]
+    settings = [o for o in overrides if o.key_or_group not in config.GROUPS]
+    choices = {o.key_or_group: _choices(o, multirun) for o in groups}
+    resume = next((o.value() for o in settings if o.key_or_group == "resume"), None)
+    if resume is not None:
+        if multirun:
+            raise UserError("one run is resumed at a time", given=f"resume={resume} with --multirun")
+        choices = _stored_choices(str(resume), settings) | choices
+    algorithms = choices.get("algo", [config.default("algo")])
+    for name in algorithms:
+        for size in choices.get("size", []):
+            config.check_size(name, size)
+    config.register(algorithms)
+    others = [f"{group}={values[0]}" for group, values in choices.items() if group != "algo"]
+    trees = [config.compose([f"algo={name}", *others]) for name in algorithms]
+    checked = [_check_setting(trees, o, multirun) for o in settings]
+    chosen = [f"{group}={','.join(values)}" for group, values in choices.items()]
+    given = {o.key_or_group: o.get_value_string() for o in overrides}
+    return Arguments(flags + chosen + checked, given)
+
+
+def _split(argv: Sequence[str]) -> tuple[list[str], list[str], bool]:
+    """(Hydra's flags with their values, key=value tokens, whether several runs are asked for)."""
+    parser = get_args_parser()
+
+    def refuse(message: str) -> typing.NoReturn:
+        raise UserError(
+            f"the command line can't be read: {message}",
+            fix="settings are written key=value, without dashes, for example dry=true",
+        )
+
+    parser.error = refuse  # type: ignore[method-assign]
+    args = parser.parse_intermixed_args(list(argv))
+    tokens, flags = list(args.overrides), []
+    remaining = list(tokens)
+    for token in argv:
+        if remaining and token == remaining[0]:
+            remaining.pop(0)
+        else:
+            flags.append(token)
+    return flags, tokens, args.multirun
+
+
+def parse(token: str) -> Override:
+    """One key=value token by Hydra's grammar. Raises UserError."""
+    if "=" not in token and not token.startswith("~"):
+        names = config.aliases() | {name: name for name in config.options("algo")}
+        fix = f"algo={token}" if token in names else f"{token}=true, for example"
+        raise UserError(f"'{token}' is not of the form key=value", fix=fix)
+    try:
+        return OverridesParser.create().parse_override(token)
+    except HydraException as error:
+        raise UserError(
+            f"'{token}' can't be read: {str(error).splitlines()[-1]}",
+            fix="quote values with special characters twice: 'key=\"value\"'",
+        ) from error
+
+
+def _values(override: Override, multirun: bool) -> list[str]:
+    """The value as typed, or each value of a sweep."""
+    if not override.is_sweep_override():
+        return [override.get_value_string()]
+    if not multirun:
+        key, value = override.key_or_group, override.get_value_string()
+        raise UserError(
+            f"{key} was given several values",
+            given=value,
+            fix=f"add -m for one run per value; a list is written {key}=[{value}]",
+        )
+    if not override.is_discrete_sweep():
+        raise UserError(
+            f"{override.key_or_group} needs values that can be enumerated", allowed="a,b,c or range(1,4)"
+        )
+    return list(override.sweep_string_iterator())
+
+
+def _choices(override: Override, multirun: bool) -> list[str]:
+    """The options chosen in a group, by name."""
+    group = override.key_or_group
+    names = config.options(group)
+    known = {name: name for name in names} | (config.aliases() if group == "algo" else {})
+    _refuse_grammar(override)
+    values = _values(override, multirun)
+    for value in values:
+        if value not in known:
+            fix = f"{group}={known[nearest(value, known, n=1)[0]]}"
+            if group == "env":
+                fix += f", and env.id={value} if that is the id of a task"
+            raise UserError(
+                f"unknown {group} '{value}'", given=f"{group}={value}", allowed=sorted(known), fix=fix
+            )
+    return [known[value] for value in values]
+
+
+def _stored_choices(resume: str, settings: Sequence[Override]) -> dict[str, list[str]]:
+    """What the run to resume was started with, so that its own settings are the ones that are known."""
+    runs_dir = next((str(o.value()) for o in settings if o.key_or_group == "run.dir"), "runs")
+    stored = Run.open(resume, runs_dir).config
+    try:
+        return {"algo": [stored["algo"]["name"]], "env": [stored["env"]["kind"]], "size": [stored["size"]]}
+    except KeyError as error:
+        raise UserError(
+            f"the config of run '{resume}' has no {error}: launch/train.py did not write it"
+        ) from error
+
+
+def _refuse_grammar(override: Override) -> None:
+    if override.is_delete() or override.package is not None:
+        raise UserError(
+            "settings can be changed, not removed or moved",
+            given=override.input_line,
+            fix=f"{override.key_or_group}=<value>",
+        )
+
+
+def _check_setting(trees: Sequence[DictConfig], override: Override, multirun: bool) -> str:
+    """Checks key and type against the config of every algorithm asked for; the token for Hydra."""
+    if override.is_hydra_override():
+        return str(override.input_line)
+    _refuse_grammar(override)
+    key = override.key_or_group
+    values = _values(override, multirun)
+    added = False
+    for tree in trees:
+        known = config.keys(tree)
+        added = _in_free_dict(tree, key)
+        if key not in known and not added:
+            near = config.nearest_keys(key, [*known, *config.GROUPS])
+            alike = difflib.SequenceMatcher(None, key, near[0]).ratio() > 0.6 or near[0].endswith(f".{key}")
+            raise UserError(
+                f"unknown setting '{key}'",
+                given=override.input_line,
+                allowed=f"nearest: {', '.join(near)}",
+                fix=f"{near[0]}={override.get_value_string()}" if alike else None,
+            )
+        for value in values:
+            check_value(tree, key, parse(f"{key}={value}").value())
+    return f"{'++' if added else ''}{key}={override.get_value_string()}"
+
+
+def _in_free_dict(tree: DictConfig, key: str) -> bool:
+    """Whether `key` lies in a dict that takes any key, like env.options."""
+    parent = OmegaConf.select(tree, key.rpartition(".")[0]) if "." in key else None
+    return OmegaConf.is_dict(parent) and OmegaConf.get_type(parent) is dict
+
+
+def check_value(tree: DictConfig, key: str, value: Any) -> None:
+    """Raises UserError when `key` can't hold `value`."""
+    trial = copy.deepcopy(tree)
+    try:
+        OmegaConf.update(trial, key, value, force_add=_in_free_dict(tree, key))
+    except OmegaConfBaseException as error:
+        if isinstance(value, dict):
+            raise UserError(f"{key}: {config.message(error)}", given=value) from error
+        wanted = _wanted(tree, key)
+        whole = isinstance(value, float) and value.is_integer() and "whole" in wanted
+        raise UserError(
+            f"{key} has a value of the wrong type",
+            given=_yaml(value),
+            allowed=wanted,
+            fix=f"{key}={int(value)}" if whole else None,
+        ) from error
+
+
+def _wanted(tree: DictConfig, key: str) -> str:
+    """In words, what the dataclass says that `key` holds."""
+    section, _, leaf = key.rpartition(".")
+    holder = OmegaConf.get_type(tree, section) if section else None
+    hint = typing.get_type_hints(holder)[leaf] if dataclasses.is_dataclass(holder) else type(tree[key])
+    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    words = [
+        WORDS.get(kind, "a list" if typing.get_origin(kind) in (list, tuple) else "a mapping")
+        for kind in kinds
+    ]
+    return f"{' or '.join(words)}, for example {_yaml(OmegaConf.select(tree, key))}"
+
+
+def _yaml(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(value)

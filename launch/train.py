@@ -1,0 +1,196 @@
+"""Train: `python launch/train.py algo=<algorithm> env=<kind> [<section>.<setting>=<value> ...]`, or --help.
+
+Exit codes: 0 done; 2 wrong input, told without a traceback; 130 or 143 stopped by Ctrl-C or SIGTERM after
+a checkpoint; 1 anything else, with its traceback.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+CHECKOUT = Path(__file__).resolve().parent.parent
+# The checkout first, and this folder not at all: its evaluate.py must not hide a library of that name.
+sys.path[:] = [
+    str(CHECKOUT),
+    *(p for p in sys.path if Path(p).resolve() not in (CHECKOUT, CHECKOUT / "launch")),
+]
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from envs.errors import UserError
+from launch import preflight
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from trainers.config import TrainConfig
+    from trainers.run import Run
+
+EXIT_CODES = {"SIGINT": 130, "SIGTERM": 143}
+EPISODES = 32  # of the evaluation that ends a run
+
+
+def main(argv: Sequence[str]) -> int:
+    """Checks the command line, then lets Hydra run `job` once, or once per combination with -m."""
+    try:
+        preflight.check_installation()
+        from launch import arguments, config
+
+        args = arguments.read(argv)
+    except UserError as error:
+        return refuse(error)
+    import hydra
+
+    @hydra.main(version_base=None, config_path=str(config.CONF), config_name="train")
+    def run_job(cfg: DictConfig) -> None:
+        code = job(cfg, args.given)
+        if code:
+            sys.exit(code)
+
+    sys.argv[1:] = args.argv
+    run_job()
+    return 0
+
+
+def job(cfg: DictConfig, given: Mapping[str, str]) -> int:
+    """One run, from a composed config to an exit code; `given` are the settings that the user typed."""
+    from launch import config
+    from trainers.config import engine_of, typed
+    from trainers.run import Run
+
+    try:
+        values = config.resolved(cfg)
+        if cfg.resume:
+            values = config.resumed(Run.open(cfg.resume, cfg.run.dir).config, cfg, given)
+        settings = typed(values)
+        engine = engine_of(settings.algorithm)
+        checks = check(settings, engine)
+        lines = engine.describe(settings)
+        if cfg.dry:
+            show(values, lines, checks)
+            return 0
+        if cfg.resume:
+            run = Run.open(cfg.resume, cfg.run.dir, settings.run)
+            if finished(run, engine.planned_iterations(settings)):
+                return 0
+        else:
+            run = Run.create(settings.run, values, default_name(settings))
+    except UserError as error:
+        return refuse(error)
+    print("\n".join([f"{run.path}: {settings.algo.name} on {settings.env.id}", *lines]), flush=True)
+    (run.path / "notes.json").write_text(json.dumps(lines, indent=2) + "\n")
+    code = train(settings, engine, run, given)
+    return code or evaluate(run)
+
+
+def check(settings: TrainConfig, engine: Any) -> list[str]:
+    """Everything that can be known to be wrong before Ray starts; one line per check passed."""
+    from launch import config
+
+    settings.run.check()
+    config.check_size(settings.algo.name, settings.size)
+    lines = [*preflight.check_installation(), *preflight.check_extra(settings.env.kind)]
+    engine.check(settings)
+    return lines + preflight.check_machine(engine.resources(settings), Path(settings.run.dir), os.environ)
+
+
+def show(values: Mapping[str, Any], lines: Sequence[str], checks: Sequence[str]) -> None:
+    """What dry=true prints."""
+    from omegaconf import OmegaConf
+
+    print(OmegaConf.to_yaml(OmegaConf.create(dict(values))))
+    for title, entries in (("Arithmetic", lines), ("Checks, all passed", checks)):
+        print(f"{title}:", *(f"  {line}" for line in entries), sep="\n")
+    print("\ndry=true: nothing was started and nothing written.")
+
+
+def train(settings: TrainConfig, engine: Any, run: Run, given: Mapping[str, str]) -> int:
+    """Train until the plan is done, a signal comes or something fails; the exit code."""
+    try:
+        with run:
+            engine.train(settings, run)
+            reason = run.should_stop()
+    except KeyboardInterrupt:
+        reason = "SIGINT"
+    except Exception as error:
+        code = refuse(error) if user_error(error) else 1
+        if code == 1:
+            traceback.print_exc()
+        print(f"run: {run.path}\n{how_to_continue(settings, run, given)}", file=sys.stderr)
+        return code
+    if reason:
+        print(f"stopped by {reason}. {how_to_continue(settings, run, given)}", flush=True)
+    return EXIT_CODES[reason] if reason else 0
+
+
+def evaluate(run: Run) -> int:
+    """Evaluation, video, curves and report of a run that is done; the exit code."""
+    again = f"python launch/evaluate.py run={name_of(run)} episodes={EPISODES}"
+    try:
+        from evaluators.control import evaluate_run
+        from trainers.report import write_curves, write_report
+
+        evaluate_run(run.path, episodes=EPISODES, seed=run.cfg.seed)
+        write_curves(run.path)
+        print(f"report: {write_report(run.path)}")
+    except (UserError, KeyboardInterrupt) as error:
+        print(
+            f"The run is finished, its evaluation is not. {error}\nrepeat it with: {again}", file=sys.stderr
+        )
+        return 2 if isinstance(error, UserError) else EXIT_CODES["SIGINT"]
+    return 0
+
+
+def finished(run: Run, planned: int) -> bool:
+    """Whether nothing is left of a run's plan; if so, says it."""
+    status = run.status or {}
+    done = status.get("status") == "finished" and status["step"] >= planned
+    if done:
+        print(
+            f"run '{run.name}' is finished: {status['step']} of {planned} steps\n"
+            f"evaluate it with: python launch/evaluate.py run={name_of(run)}"
+        )
+    return done
+
+
+def default_name(settings: TrainConfig) -> str:
+    """For example ppo-HopperVelocity-long-seed3; Run.create numbers those that are taken."""
+    task = settings.env.id.rpartition("/")[2].removeprefix("Safety").rpartition("-v")
+    size = [] if settings.size == "default" else [settings.size]
+    return "-".join([settings.algo.name, task[0] or task[2], *size, f"seed{settings.run.seed}"])
+
+
+def how_to_continue(settings: TrainConfig, run: Run, given: Mapping[str, str]) -> str:
+    """The command that takes a run up again, with the settings that are not remembered by it."""
+    from launch.config import RESUMABLE
+
+    if not any((run.path / "checkpoints").glob("step-*")):
+        return "no checkpoint was written: start again"
+    again = [f"{key}={value}" for key, value in given.items() if key in RESUMABLE]
+    return " ".join(["continue with: python launch/train.py", f"resume={name_of(run)}", *again])
+
+
+def name_of(run: Run) -> str:
+    """How a command names the run: by its name in runs/, else by its path."""
+    return run.name if run.path.parent == Path("runs") else str(run.path)
+
+
+def user_error(error: BaseException) -> UserError | None:
+    """The UserError that an exception is, or that Ray carried over from another process."""
+    cause = getattr(error, "cause", None)
+    return cause if isinstance(cause, UserError) else error if isinstance(error, UserError) else None
+
+
+def refuse(error: BaseException) -> int:
+    """Print a user's error; exit code 2."""
+    print(user_error(error), file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
