@@ -6,12 +6,13 @@ import contextlib
 import os
 import sys
 import termios
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from envs.errors import UserError, nearest
 
@@ -164,30 +165,36 @@ class PlainDisplay(Display):
 
 
 class RichDisplay(Display):
-    """A live panel at the bottom of the terminal; events scroll past above it."""
+    """A live panel at the bottom of the terminal; events and other prints scroll past above it."""
 
     def __init__(self, title: str, console: Console | None = None) -> None:
-        from rich.console import Console
         from rich.live import Live
 
         super().__init__(title)
-        self.console = console or Console()
+        self.console = console or _console()
         self.history: dict[str, deque[float]] = {}
+        self._live = Live(get_renderable=self.render, console=self.console, auto_refresh=False)
         self._until_stop = contextlib.ExitStack()
-        self._live = Live(
-            get_renderable=self.render,
-            console=self.console,
-            refresh_per_second=2,
-            vertical_overflow="visible",
-        )
+        self._stopped = threading.Event()
 
     def start(self) -> None:
         self._until_stop.enter_context(_no_control_echo())
-        self._until_stop.enter_context(self._live)
+        with self.console:
+            self._live.start(refresh=True)
+        threading.Thread(target=self._tick, name="display", daemon=True).start()
 
     def stop(self) -> None:
         super().stop()
+        self._stopped.set()
+        with self.console:
+            self._live.stop()
         self._until_stop.close()
+
+    def _tick(self) -> None:
+        while not self._stopped.wait(0.5):
+            with self.console:
+                if not self._stopped.is_set():
+                    self._live.refresh()
 
     def update(self, step: int, metrics: Mapping[str, Value]) -> None:
         for item in self.headline:
@@ -249,6 +256,27 @@ def _shown(item: HeadlineItem, metrics: Mapping[str, Value]) -> tuple[str, str]:
     """(value, suffix) as shown; nothing follows a value that is not there."""
     value = metrics.get(item.metric)
     return format_value(value), "" if value is None else item.suffix
+
+
+def _console() -> Console:
+    """A console that one thread uses at a time. Rich locks the write but not the drawing before it, so that a
+    panel that changed its height meanwhile would eat a line above it or leave one behind."""
+    from rich.console import Console
+
+    class OneAtATime(Console):
+        turn = threading.RLock()
+
+        def __enter__(self) -> Console:
+            self.turn.acquire()
+            return super().__enter__()
+
+        def __exit__(self, *error: Any) -> None:
+            try:
+                super().__exit__(*error)
+            finally:
+                self.turn.release()
+
+    return OneAtATime()
 
 
 @contextlib.contextmanager

@@ -170,6 +170,9 @@ def in_terminal(arguments: list[str], seconds: float) -> str:
     """What a child writes to a real (pseudo) terminal, interrupted by the key ^C after `seconds`."""
     driver, terminal = pty.openpty()
     ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 100, 0, 0))
+    modes = termios.tcgetattr(terminal)
+    modes[3] |= termios.NOFLSH  # else the key ^C throws away what the terminal has not shown yet
+    termios.tcsetattr(terminal, termios.TCSANOW, modes)
     child = subprocess.Popen(
         [sys.executable, "-c", CHILD, *arguments],
         stdin=terminal,
