@@ -150,8 +150,8 @@ def collect(
         model_cost=model_cost,
         model_cost_var=model_cost_var,
         final_index=np.array(final_index, np.int64).reshape(-1, 2),
-        final_obs=np.array(final_obs, np.float32).reshape(-1, obs.shape[-1]),
-        final_memory=np.array(final_memory, np.float32).reshape(-1, memory.shape[-1]),
+        final_obs=np.array(final_obs, np.float32).reshape(len(final_index), obs.shape[-1]),
+        final_memory=np.array(final_memory, np.float32).reshape(len(final_index), memory.shape[-1]),
         version=version,
     )
     _check_finite(rollout, iteration, first_env)

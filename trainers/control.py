@@ -256,7 +256,7 @@ def train(cfg: Any, run: Run) -> None:
             saved = run.latest()
             if saved is not None:
                 engine.load_state_tree(saved[1])
-                run.resume_at(saved[0])
+            run.resume_at(engine.step_number)  # 0 without a checkpoint: the run starts over
             _iterate(cfg, run, engine, algorithm)
         finally:
             engine.stop()
@@ -270,8 +270,9 @@ def _iterate(cfg: Any, run: Run, engine: Any, algorithm: ControlAlgorithm) -> No
         if engine.first_env_step_time is not None and engine.step_number == 1:
             report["first_env_step_seconds"] = engine.first_env_step_time - _process_start()
         run.report(engine.step_number, report)
-        for sentence in algorithm.notices():
+        for sentence in engine.notices + algorithm.notices():
             run.event(sentence)
+        engine.notices.clear()
         if engine.step_number % cfg.run.checkpoint_every == 0:
             run.checkpoint(engine.step_number, engine.state_tree())
             saved_at = engine.step_number

@@ -7,7 +7,6 @@ What an algorithm fills is in `trainers.control.ControlAlgorithm`; this file kno
 
 from __future__ import annotations
 
-import logging
 import shutil
 import tempfile
 import time
@@ -34,7 +33,6 @@ from trainers.normalize import RunningMeanStd
 from trainers.ppo import ActorCritics, Columns, gae, mixed_advantage, policy_arrays, ppo_update
 from trainers.weights import Weights, checksum
 
-logger = logging.getLogger("seedbed.control")
 UPDATE_STREAM = 2  # first word of the minibatch shuffles' seed, beside rollouts.collect's streams
 
 
@@ -95,6 +93,10 @@ class ControlEnvRunner(SingleAgentEnvRunner):
     def get_metrics(self):
         return {}
 
+    def apply(self, func, *args, **kwargs):
+        # RLlib's own ends the process on any exception; the driver wants to see it.
+        return func(self, *args, **kwargs)
+
 
 class ControlModule(TorchRLModule):
     """RLlib's handle on the actor and critics; the learner calls `nets` directly."""
@@ -125,6 +127,10 @@ class ControlLearner(TorchLearner):
         groups = [{"params": actor, "lr": c.lr}, {"params": critics, "lr": c.critic_lr}]
         self.optimizer = torch.optim.Adam(groups, eps=1e-5, fused=True)
         self.register_optimizer(module_id=module_id, optimizer=self.optimizer, params=actor + critics)
+
+    def compute_loss_for_module(self, **kwargs):
+        """RLlib's per-minibatch hook; `update` replaces the whole path that would call it."""
+        raise TypeError("ControlLearner learns by update(rollout=...)")
 
     def policy(self) -> GaussianPolicy:
         """The current actor as the runners' NumPy copy."""
@@ -280,6 +286,7 @@ class ControlEngine(Algorithm):
         self.step_number, self.env_steps = 0, 0
         self.first_env_step_time: float | None = None
         self.env_runner_restarts = 0
+        self.notices: list[str] = []
         self.last_report: dict[str, Any] = {}
 
     @property
@@ -346,34 +353,38 @@ class ControlEngine(Algorithm):
         reference, done = ray.put(weights), {}
         deadline = time.monotonic() + r.timeout_s
         manager = self.env_runner_group._worker_manager
-        while len(done) < len(shards):
-            missing = [i for i in range(len(shards)) if i not in done]
-            healthy = set(manager.healthy_actor_ids())
-            ready = [i for i in missing if i + 1 in healthy]
+        while missing := [i for i in range(len(shards)) if i not in done]:
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"the learner waited {r.timeout_s:g} s for env runners {[i + 1 for i in missing]} "
+                    f"in iteration {self.step_number}",
+                    given=f"rollout.timeout_s={r.timeout_s:g}",
+                    fix="look for a hanging environment or a busy node; raise rollout.timeout_s if it is slow",
+                )
+            healthy = [i for i in missing if i + 1 in manager.healthy_actor_ids()]
             calls = [
-                partial(ControlEnvRunner.sample, shard=i, envs=shards[i], weights=reference, **common) for i in ready
+                partial(ControlEnvRunner.sample, shard=i, envs=shards[i], weights=reference, **common)
+                for i in healthy
             ]
-            results = self.env_runner_group.foreach_env_runner(
+            results = manager.foreach_actor(
                 calls,
-                local_env_runner=False,
-                remote_worker_ids=[i + 1 for i in ready],
+                remote_actor_ids=[i + 1 for i in healthy],
                 timeout_seconds=max(0.1, deadline - time.monotonic()),
-            ) if ready else []
-            for shard, rollout, started in results:
-                done[shard] = rollout
-                self.first_env_step_time = min(self.first_env_step_time or started, started)
-            lost = [i for i in ready if i not in done]
-            if lost and time.monotonic() < deadline:
-                self.env_runner_restarts += len(lost)
-                logger.warning("env runner %s died; it is replaced and its share drawn again", [i + 1 for i in lost])
-            if len(done) < len(shards):
-                if time.monotonic() > deadline:
-                    raise UserError(
-                        f"the learner waited {r.timeout_s:.0f} s for env runners "
-                        f"{[i + 1 for i in range(len(shards)) if i not in done]} in iteration {self.step_number}",
-                        given=f"rollout.timeout_s={r.timeout_s}",
-                        fix="look for a hanging environment or an overloaded node; raise rollout.timeout_s if it is slow",
+            )
+            for result in results:
+                value = result.get()
+                if result.ok:
+                    shard, done[shard], started = value
+                    self.first_env_step_time = min(self.first_env_step_time or started, started)
+                elif isinstance(value, ray.exceptions.RayTaskError):
+                    raise value.cause
+                else:
+                    self.env_runner_restarts += 1
+                    self.notices.append(
+                        f"env runner {result.actor_id} died ({type(value).__name__}); "
+                        "a new one takes its place and its share is drawn again"
                     )
+            if len(done) < len(shards):
                 self.env_runner_group.probe_unhealthy_env_runners()
                 time.sleep(0.05)
         return concatenate([done[i] for i in range(len(shards))])
