@@ -1,0 +1,1 @@
+"""What judges experience: label oracles, reward functions, verifiers, reward models. No policy updates."""

@@ -1,0 +1,81 @@
+"""Safe/unsafe labels for whole trajectories and their prefixes, and what they cost to get.
+
+An oracle is the seam: whatever answers `label` may stand here. The one in this file simulates an annotator
+who sees the trajectory's true cost against a limit that nobody else is told. NumPy only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from envs.errors import UserError
+
+
+class LabelOracle(Protocol):
+    """Answers whether each prefix [0, end) of a trajectory stayed inside the limit."""
+
+    def label(self, costs: np.ndarray, ends: np.ndarray, terminated: bool, rng) -> np.ndarray:
+        """True per-step costs (L,), prefix ends (K,) in steps, the last one L -> labels (K,), 1 safe."""
+        ...
+
+
+class ThresholdOracle:
+    """A prefix is safe when its summed cost is at most `budget`; the whole also has to reach the time limit.
+
+    noise: probability that a label, whole or prefix, is flipped, independently. Raises UserError when it
+    lies outside [0, 0.5) (at 0.5 labels say nothing) or when the budget is negative.
+    """
+
+    def __init__(self, budget: float, noise: float = 0.0):
+        if not 0 <= noise < 0.5:
+            raise UserError(
+                "label noise is the probability of a flipped label",
+                given=noise,
+                allowed="[0, 0.5)",
+                fix="set algo.noise to 0, or to less than 0.5",
+            )
+        if budget < 0:
+            raise UserError("a cost budget cannot be negative", given=budget, allowed="[0, inf)")
+        self.budget, self.noise = budget, noise
+
+    def label(
+        self, costs: np.ndarray, ends: np.ndarray, terminated: bool, rng: np.random.Generator
+    ) -> np.ndarray:
+        """See `LabelOracle.label`. Float32 0 or 1."""
+        safe = np.cumsum(costs, dtype=np.float64)[ends - 1] <= self.budget
+        safe[-1] &= not terminated
+        return (safe ^ (rng.random(len(safe)) < self.noise)).astype(np.float32)
+
+
+def prefix_ends(length: int, slice_steps: int) -> np.ndarray:
+    """Ends of the prefixes that are labelled: every `slice_steps` steps, and the whole trajectory.
+
+    Raises UserError when the trajectory is empty.
+    """
+    if length < 1:
+        raise UserError("an empty trajectory cannot be labelled", given=f"length {length}", allowed=">= 1")
+    ends = np.arange(slice_steps, length + 1, slice_steps)
+    return ends if len(ends) and ends[-1] == length else np.append(ends, length)
+
+
+@dataclass
+class QueryCounter:
+    """Three ways to count what labels cost.
+
+    trajectories: labelled ones. code: 1 for the whole plus 1 per prefix that ends up safe, as the TraCeS
+    release counts. minimal: 1 for a safe trajectory (its prefixes follow), else 1 plus its safe prefixes.
+    """
+
+    trajectories: int = 0
+    code: int = 0
+    minimal: int = 0
+
+    def add(self, labels: np.ndarray) -> None:
+        """Count one trajectory by its labels (K,), the last one for the whole."""
+        safe_prefixes = int(labels[:-1].sum())
+        self.trajectories += 1
+        self.code += 1 + safe_prefixes
+        self.minimal += 1 if labels[-1] else 1 + safe_prefixes
