@@ -195,7 +195,7 @@ class Run:
         entry = f"{time.strftime('%Y-%m-%d %H:%M:%S', now)}  {text}\n"
         self._display.event(time.strftime("%H:%M:%S", now), text)
         try:
-            with (self.path / "events.log").open("a") as file:
+            with (self.path / "events.log").open("a", encoding="utf-8") as file:
                 file.write(entry)
         except OSError as error:
             raise self._cannot_write(error, "the events", self.path / "events.log") from error
