@@ -43,6 +43,7 @@ $(STAMP): pyproject.toml constraints/cpu.txt constraints/no-deps.txt | $(BIN)/py
 	    -c constraints/cpu.txt '.[safety,dev]'
 	@$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps $(PIP_ARGS) \
 	    -r constraints/no-deps.txt
+	@rm -rf build seedbed.egg-info
 	@touch $@
 
 # Debian's Python may lack ensurepip; then its pip fills an environment made without one.
@@ -61,4 +62,5 @@ $(BIN)/python:
 	echo "seedbed: creating $(VENV) with $$($$found --version)"; \
 	$$found -m venv --clear $(VENV) >/dev/null 2>&1 || { \
 	    $$found -m venv --clear --without-pip $(VENV) && \
-	    $$found -m pip --python $(VENV)/bin/python install --quiet pip; }
+	    $$found -m pip --python $(VENV)/bin/python install --quiet pip; } || \
+	{ rm -rf $(VENV); exit 1; }
