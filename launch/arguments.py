@@ -24,6 +24,7 @@ from envs.errors import UserError, nearest
 from launch import config
 from trainers.run import Run
 
+T = typing.TypeVar("T")
 WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
 
 
@@ -54,10 +55,23 @@ def read(argv: Sequence[str]) -> Arguments:
     config.register(algorithms)
     others = [f"{group}={values[0]}" for group, values in choices.items() if group != "algo"]
     trees = [config.compose([f"algo={name}", *others]) for name in algorithms]
-    checked = [_check_setting(trees, o, multirun) for o in settings]
+    checked = [
+        str(o.input_line) if o.is_hydra_override() else _check_setting(trees, o, multirun) for o in settings
+    ]
     chosen = [f"{group}={','.join(values)}" for group, values in choices.items()]
     given = {o.key_or_group: o.get_value_string() for o in overrides}
     return Arguments(flags + chosen + checked, given)
+
+
+def read_into(kind: type[T], argv: Sequence[str]) -> T:
+    """A dataclass filled from key=value tokens, for commands without YAML groups. Raises UserError."""
+    tree = OmegaConf.structured(kind)
+    for override in map(parse, argv):
+        _check_setting([tree], override, multirun=False)
+        OmegaConf.update(tree, override.key_or_group, override.value())
+    filled = OmegaConf.to_object(tree)
+    assert isinstance(filled, kind)
+    return filled
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], list[str], bool]:
@@ -156,8 +170,6 @@ def _refuse_grammar(override: Override) -> None:
 
 def _check_setting(trees: Sequence[DictConfig], override: Override, multirun: bool) -> str:
     """Checks key and type against the config of every algorithm asked for; the token for Hydra."""
-    if override.is_hydra_override():
-        return str(override.input_line)
     _refuse_grammar(override)
     key = override.key_or_group
     values = _values(override, multirun)
@@ -166,7 +178,7 @@ def _check_setting(trees: Sequence[DictConfig], override: Override, multirun: bo
         known = config.keys(tree)
         added = _in_free_dict(tree, key)
         if key not in known and not added:
-            near = config.nearest_keys(key, [*known, *config.GROUPS])
+            near = config.nearest_keys(key, known)
             alike = difflib.SequenceMatcher(None, key, near[0]).ratio() > 0.6 or near[0].endswith(f".{key}")
             raise UserError(
                 f"unknown setting '{key}'",
@@ -206,7 +218,7 @@ def check_value(tree: DictConfig, key: str, value: Any) -> None:
 def _wanted(tree: DictConfig, key: str) -> str:
     """In words, what the dataclass says that `key` holds."""
     section, _, leaf = key.rpartition(".")
-    holder = OmegaConf.get_type(tree, section) if section else None
+    holder = OmegaConf.get_type(tree, section or None)
     hint = typing.get_type_hints(holder)[leaf] if dataclasses.is_dataclass(holder) else type(tree[key])
     kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     words = [

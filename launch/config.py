@@ -134,7 +134,7 @@ def _plain(cfg: DictConfig, key: str) -> Any:
 
 
 def keys(cfg: DictConfig, prefix: str = "") -> list[str]:
-    """Dotted names of every setting that a command line may set."""
+    """Dotted names of every setting, those of sections too, that a command line may set."""
     found = []
     for key in cfg:
         name = f"{prefix}{key}"

@@ -48,7 +48,11 @@ def main(argv: Sequence[str]) -> int:
 
     @hydra.main(version_base=None, config_path=str(config.CONF), config_name="train")
     def run_job(cfg: DictConfig) -> None:
-        code = job(cfg, args.given)
+        try:
+            code = job(cfg, args.given)
+        except Exception:  # Hydra would shorten the traceback
+            traceback.print_exc()
+            code = 1
         if code:
             sys.exit(code)
 
@@ -113,7 +117,11 @@ def train(settings: TrainConfig, engine: Any, run: Run, given: Mapping[str, str]
     """Train until the plan is done, a signal comes or something fails; the exit code."""
     try:
         with run:
-            engine.train(settings, run)
+            try:
+                engine.train(settings, run)
+            except SystemExit:  # how Ray answers a SIGTERM while it starts
+                run.finish("stopped", "SIGTERM")
+                return stopped("SIGTERM", how_to_continue(settings, run, given))
             reason = run.should_stop()
     except KeyboardInterrupt:
         reason = "SIGINT"
@@ -123,20 +131,23 @@ def train(settings: TrainConfig, engine: Any, run: Run, given: Mapping[str, str]
             traceback.print_exc()
         print(f"run: {run.path}\n{how_to_continue(settings, run, given)}", file=sys.stderr)
         return code
-    if reason:
-        print(f"stopped by {reason}. {how_to_continue(settings, run, given)}", flush=True)
-    return EXIT_CODES[reason] if reason else 0
+    return stopped(reason, how_to_continue(settings, run, given)) if reason else 0
+
+
+def stopped(reason: str, advice: str) -> int:
+    """Say that a signal ended the run; the exit code that shells expect."""
+    print(f"stopped by {reason}. {advice}", flush=True)
+    return EXIT_CODES[reason]
 
 
 def evaluate(run: Run) -> int:
     """Evaluation, video, curves and report of a run that is done; the exit code."""
     again = f"python launch/evaluate.py run={name_of(run)} episodes={EPISODES}"
     try:
-        from evaluators.control import evaluate_run
-        from trainers.report import write_curves, write_report
+        from evaluators.control import evaluate_run, print_table
+        from trainers.report import write_report
 
-        evaluate_run(run.path, episodes=EPISODES, seed=run.cfg.seed)
-        write_curves(run.path)
+        print_table(evaluate_run(run.path, episodes=EPISODES, seed=run.cfg.seed))
         print(f"report: {write_report(run.path)}")
     except (UserError, KeyboardInterrupt) as error:
         print(
@@ -169,10 +180,10 @@ def how_to_continue(settings: TrainConfig, run: Run, given: Mapping[str, str]) -
     """The command that takes a run up again, with the settings that are not remembered by it."""
     from launch.config import RESUMABLE
 
-    if not any((run.path / "checkpoints").glob("step-*")):
-        return "no checkpoint was written: start again"
+    saved = any((run.path / "checkpoints").glob("step-*"))
     again = [f"{key}={value}" for key, value in given.items() if key in RESUMABLE]
-    return " ".join(["continue with: python launch/train.py", f"resume={name_of(run)}", *again])
+    command = " ".join(["python launch/train.py", f"resume={name_of(run)}", *again])
+    return f"continue with: {command}" if saved else f"there is no checkpoint yet; start over with: {command}"
 
 
 def name_of(run: Run) -> str:

@@ -23,7 +23,7 @@ from trainers.run import RunConfig
 
 @dataclasses.dataclass(kw_only=True)
 class AlgorithmConfig:
-    """The class that holds an algorithm, and other names for it; fixed by the YAML file that `algo=` selects."""
+    """The class of an algorithm, and other names for it. Fixed by the YAML file that `algo=` selects."""
 
     class_path: str = "???"
     aliases: list[str] = dataclasses.field(default_factory=list)

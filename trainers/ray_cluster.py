@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import signal
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -46,11 +48,12 @@ def local_cluster(num_workers: int) -> Iterator[None]:
     if os.environ.get("RAY_ADDRESS"):
         excludes = [".git", ".venv", "runs", "tests", "benchmarks"]
         runtime_env = {"working_dir": str(CHECKOUT), "excludes": excludes, "env_vars": THREADS}
-        ray.init(runtime_env=runtime_env, log_to_driver=False)
+        with _sigterm_handler_kept():
+            ray.init(runtime_env=runtime_env, log_to_driver=False)
     else:
         os.environ.update(THREADS | ray_environment(os.environ))
         # Ray puts the current folder first on its workers' search path, before PYTHONPATH.
-        with contextlib.chdir(CHECKOUT):
+        with _sigterm_handler_kept(), contextlib.chdir(CHECKOUT):
             ray.init(
                 num_cpus=max(1, num_workers),
                 include_dashboard=False,
@@ -62,3 +65,12 @@ def local_cluster(num_workers: int) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+@contextmanager
+def _sigterm_handler_kept() -> Iterator[None]:
+    """Undo that `ray.init` puts its own SIGTERM handler, which exits at once, over the caller's."""
+    handler = signal.getsignal(signal.SIGTERM)
+    yield
+    if handler is not None and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, handler)
