@@ -96,9 +96,12 @@ def collect(rows: Sequence[Mapping[str, Any]]) -> tuple[str, dict[str, Curve]]:
 
 
 def smooth(y: np.ndarray) -> np.ndarray | None:
-    """Centred moving mean (n,) over a twentieth of the points, at the ends over fewer; None if few."""
+    """Centred moving mean (n,) over a twentieth of the points, at the ends over fewer.
+
+    None for few points and for counters (curves that never fall), which are drawn as they are.
+    """
     half = len(y) // 40
-    if half < 1:
+    if half < 1 or np.all(np.diff(y) >= 0):
         return None
     total = np.concatenate([[0.0], np.cumsum(y)])
     low = np.maximum(np.arange(len(y)) - half, 0)

@@ -12,11 +12,14 @@ from typing import Any
 
 
 class ScalarEvents:
-    """Scalar events in TensorBoard's file format. Written at once and without torch or TensorFlow."""
+    """A file of scalar events in `folder`, each on disk when `write` returns.
+
+    In a folder that has events already, readers are told to forget those from `first_step` on.
+    """
 
     def __init__(self, folder: Path, first_step: int) -> None:
-        from tensorboard.compat.proto import event_pb2, summary_pb2
-        from tensorboard.summary.writer.record_writer import RecordWriter
+        from tensorboard.compat.proto import event_pb2, summary_pb2  # type: ignore[import-untyped]
+        from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignore[import-untyped]
 
         folder.mkdir(exist_ok=True)
         continued = any(folder.iterdir())

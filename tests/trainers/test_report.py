@@ -118,6 +118,7 @@ class TestCurves:
         expected = [y[max(0, i - 2) : i + 3].mean() for i in range(90)]  # 90 // 40 = 2 on either side
         np.testing.assert_allclose(smooth(y), expected, rtol=0, atol=1e-12)
         assert smooth(y[:39]) is None
+        assert smooth(np.arange(90.0)) is None, "a counter is shown as it is"
 
 
 class TestReport:
