@@ -152,7 +152,7 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        """Wall seconds of training so far, those before a resume included."""
+        """Wall seconds of training so far: since `resume_at` or the `with`, plus those up to the checkpoint."""
         return self._seconds_before + time.monotonic() - self._started
 
     @property

@@ -18,8 +18,8 @@ class ScalarEvents:
     """
 
     def __init__(self, folder: Path, first_step: int) -> None:
-        from tensorboard.compat.proto import event_pb2, summary_pb2  # type: ignore[import-untyped]
-        from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignore[import-untyped]
+        from tensorboard.compat.proto import event_pb2, summary_pb2
+        from tensorboard.summary.writer.record_writer import RecordWriter
 
         folder.mkdir(exist_ok=True)
         continued = any(folder.iterdir())
