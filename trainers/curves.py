@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trainers.checkpoint import write_error
-from trainers.run import read_metrics
+from trainers.metrics import read_metrics
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -16,7 +16,7 @@ from envs.errors import UserError
 from trainers.checkpoint import write_error
 from trainers.curves import setting, write_curves
 from trainers.display import format_duration, format_value
-from trainers.run import read_metrics
+from trainers.metrics import read_metrics
 
 __all__ = ["write_curves", "write_report"]
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
-import math
 import os
 import signal
 import threading
@@ -26,6 +25,7 @@ from typing import Any
 from envs.errors import UserError, nearest
 from trainers.checkpoint import Tree, latest_checkpoint, save_checkpoint, set_aside_after, write_error
 from trainers.display import HeadlineItem, make_display
+from trainers.metrics import checked_number, read_metrics, whole_lines
 from trainers.scalar_events import ScalarEvents
 
 __all__ = ["HeadlineItem", "Run", "RunConfig", "read_metrics"]
@@ -152,7 +152,7 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        """Wall seconds of training so far: since `resume_at` or the `with`, plus those up to the checkpoint."""
+        """Wall seconds of training so far: since `with` or `resume_at`, plus those before it."""
         return self._seconds_before + time.monotonic() - self._started
 
     @property
@@ -172,7 +172,7 @@ class Run:
             raise ValueError(
                 f"step {step} reported after {self._last_step}; a resumed run calls resume_at first"
             )
-        values = {name: _number(name, value, step) for name, value in metrics.items()}
+        values = {name: checked_number(name, value, step) for name, value in metrics.items()}
         if {"step", "seconds"} & values.keys():
             raise ValueError("the metrics 'step' and 'seconds' are written by the run itself")
         seconds = round(self.seconds, 3)
@@ -218,7 +218,7 @@ class Run:
         are renamed, and `seconds` counts on from there.
         """
         file = self._open_metrics()
-        kept = [(line, row) for line, row in _lines(self._read(file)) if row["step"] <= step]
+        kept = [(line, row) for line, row in whole_lines(self._read(file)) if row["step"] <= step]
         os.ftruncate(file, sum(len(line) for line, _ in kept))
         self._take_up([row for _, row in kept])
         for folder in set_aside_after(self.path / "checkpoints", step):
@@ -326,7 +326,7 @@ class Run:
         except OSError:
             pass  # a file system without locks
         self._metrics = file
-        kept = _lines(self._read(file))
+        kept = whole_lines(self._read(file))
         os.ftruncate(file, sum(len(line) for line, _ in kept))
         self._take_up([row for _, row in kept])
         return file
@@ -367,45 +367,11 @@ class Run:
         return write_error(error, what, path, fix)
 
 
-def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
-    """The rows of metrics.jsonl, oldest first; a line that is still being written is left out."""
-    path = Path(run_dir) / "metrics.jsonl"
-    return [row for _, row in _lines(path.read_bytes())] if path.is_file() else []
-
-
-def _lines(data: bytes) -> list[tuple[bytes, dict[str, Any]]]:
-    """Whole lines with their rows, up to the first torn one (a crash can tear more than the last)."""
-    found: list[tuple[bytes, dict[str, Any]]] = []
-    for line in data.splitlines(keepends=True):
-        try:
-            row = json.loads(line)
-            if not line.endswith(b"\n") or not isinstance(row["step"], int):
-                break
-        except (ValueError, KeyError, TypeError):
-            break
-        found.append((line, row))
-    return found
-
-
 def _taken(path: Path) -> bool:
     try:
         return path.exists() and (not path.is_dir() or any(path.iterdir()))
     except OSError:
         return False  # making the directory will tell
-
-
-def _number(name: str, value: Any, step: int) -> float | int | None:
-    if value is None:
-        return None
-    value = value.item() if hasattr(value, "item") else value  # NumPy and torch scalars
-    if not isinstance(value, int | float):
-        raise TypeError(f"metric {name!r} at step {step} is {type(value).__name__}, not a number")
-    if not math.isfinite(value):
-        raise UserError(
-            f"The metric {name!r} became {value} at step {step}.",
-            fix="look at the metrics before that step; a lower learning rate usually helps",
-        )
-    return int(value) if isinstance(value, int) else value
 
 
 def _write_json(path: Path, value: Any) -> None:
