@@ -39,6 +39,11 @@ def env_has_cost(cfg: EnvConfig) -> bool:
     return check_task(cfg.id).has_cost
 
 
+def own_horizon(cfg: EnvConfig) -> int | None:
+    """The horizon, in env steps, that the environment itself has. Raises UserError for an unknown id."""
+    return _spec(cfg).max_episode_steps
+
+
 def check_env_config(cfg: EnvConfig) -> None:
     """Raises UserError for whatever can be known to be wrong without building the environment."""
     if cfg.kind not in KINDS:
@@ -68,7 +73,7 @@ def check_env_config(cfg: EnvConfig) -> None:
 
 
 def make_env(cfg: EnvConfig, *, render_mode: str | None = None) -> gymnasium.Env:
-    """The environment of `cfg`, cut to its horizon: Box spaces of one dimension, `info["cost"]` (float) at each step.
+    """The environment of `cfg`: Box spaces of one dimension, cut to the horizon, `info["cost"]` a float.
 
     `reset(seed=s)` starts the same episode on a used environment as on a fresh one.
     `env.get_wrapper_attr("seedbed_has_cost")` is False where the cost is always 0. Raises UserError.
@@ -102,10 +107,10 @@ def make_env(cfg: EnvConfig, *, render_mode: str | None = None) -> gymnasium.Env
 def _spec(cfg: EnvConfig) -> Any:
     import gymnasium
 
-    from envs import safety_gym
+    from envs import safety_gym, safety_gym_compat
 
     if cfg.kind == "safety-gym":
-        safety_gym.check_installed()
+        safety_gym_compat.check_installed()
         return gymnasium.registry[safety_gym.check_task(cfg.id).id]
     if cfg.id in safety_gym.TASKS:
         raise UserError(f"{cfg.id} is a Safety-Gymnasium task", fix=f"env=safety-gym env.id={cfg.id}")
@@ -153,9 +158,10 @@ def _keywords(creator: Any) -> set[str] | None:
     names: set[str] = set()
     for function in functions:
         parameters = inspect.signature(function).parameters.values()
-        names |= {p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
+        # What a constructor cannot do without is handed to it by the class above, not by the user.
+        names |= {p.name for p in parameters if p.default is not p.empty}
         if not any(p.kind is p.VAR_KEYWORD for p in parameters):
-            return names - {"self", "render_mode"}
+            return names - {"render_mode"}
     return None
 
 
