@@ -65,8 +65,8 @@ def prefix_ends(length: int, slice_steps: int) -> np.ndarray:
 class QueryCounter:
     """Three ways to count what labels cost.
 
-    trajectories: labelled ones. code: 1 for the whole plus 1 per prefix that ends up safe, as the TraCeS
-    release counts. minimal: 1 for a safe trajectory (its prefixes follow), else 1 plus its safe prefixes.
+    trajectories: labelled ones. code: 1 for the whole plus 1 per prefix that ends up safe, as published
+    code counts. minimal: 1 for a safe trajectory (its prefixes follow), else 1 plus its safe prefixes.
     """
 
     trajectories: int = 0

@@ -48,7 +48,7 @@ class LearnerConfig:
     log_std_init: float = -0.5  # of the Gaussian, in units of half the action range
     log_std_min: float = -1.6
     log_std_max: float = 0.0
-    lr: float = 6e-4  # actor
+    lr: float = 1e-3  # actor
     critic_lr: float = 1e-3
     lr_final_fraction: float = 0.1  # linear decay over the run; 1.0 keeps the rate
     epochs: int = 10  # passes over the batch
@@ -186,7 +186,10 @@ def check(cfg: Any) -> None:
     _at_least("learner.epochs", c.epochs, 1)
     if cfg.algo.budget < 0:
         raise UserError(
-            "a cost budget cannot be negative", given=cfg.algo.budget, allowed="[0, inf)", fix="set algo.budget=25"
+            "a cost budget cannot be negative",
+            given=cfg.algo.budget,
+            allowed="[0, inf)",
+            fix="set algo.budget=25",
         )
     if cfg.algorithm.constrained and not env_has_cost(cfg.env):
         raise UserError(
@@ -220,7 +223,10 @@ def describe(cfg: Any) -> list[str]:
 
 def resources(cfg: Any) -> dict[str, float]:
     """CPUs the env runners take (the learner works while they wait) and memory in GiB, as measured."""
-    return {"cpus": max(1, cfg.rollout.num_env_runners), "memory_gib": 1.5 + 0.6 * cfg.rollout.num_env_runners}
+    return {
+        "cpus": max(1, cfg.rollout.num_env_runners),
+        "memory_gib": 1.5 + 0.6 * cfg.rollout.num_env_runners,
+    }
 
 
 def env_spec(cfg: Any) -> EnvSpec:
@@ -244,8 +250,16 @@ def train(cfg: Any, run: Run) -> None:
 
     Raises UserError for what the user can mend; the run's last checkpoint stays whole in every case.
     """
+    from trainers.display import HeadlineItem
     from trainers.ray_cluster import local_cluster
 
+    headline = [
+        HeadlineItem("return", "episode_return"),
+        HeadlineItem("true cost", "episode_cost", f" / {cfg.algo.budget:g}"),
+        *(HeadlineItem(label, metric) for label, metric in cfg.algorithm.headline),
+    ]
+    iterations = planned_iterations(cfg)
+    run.plan(iterations, iterations * iteration_steps(cfg)[1], headline)
     spec = env_spec(cfg)
     algorithm = cfg.algorithm(cfg.algo, spec, cfg.run.seed)
     with local_cluster(cfg.rollout.num_env_runners):
@@ -309,7 +323,9 @@ def load_actor(cfg: Any, state: dict[str, Any]) -> _Actor:
     spec = env_spec(cfg)
     algorithm = cfg.algorithm(cfg.algo, spec, cfg.run.seed)
     algorithm.load_state_dict(state["algorithm"])
-    nets = ActorCritics(spec.obs_dim, algorithm.memory_dim, spec.action_dim, cfg.learner, algorithm.constrained)
+    nets = ActorCritics(
+        spec.obs_dim, algorithm.memory_dim, spec.action_dim, cfg.learner, algorithm.constrained
+    )
     try:
         nets.load_state_dict({k: torch.as_tensor(v) for k, v in state["learner"]["nets"].items()})
     except (RuntimeError, KeyError) as error:
@@ -382,7 +398,9 @@ def render_episode(
     from rollouts.collect import EVALUATION_STREAM, collect
 
     actor = load_actor(cfg, state)
-    env = _Recorder(make_env(cfg.env, render_mode="rgb_array"), max(1, cfg.env.horizon // max_frames), width, height)
+    env = _Recorder(
+        make_env(cfg.env, render_mode="rgb_array"), max(1, cfg.env.horizon // max_frames), width, height
+    )
     rollout = collect(
         [env],
         actor.policy,

@@ -155,7 +155,13 @@ class ControlLearner(TorchLearner):
         reward_scale = float(self.reward_norm.std[0]) if c.normalize_rewards else 1.0
         nets = self.nets
         advantage, reward_target = self._advantage(
-            rollout, rollout.rewards / reward_scale, nets.reward_critic, plain, final_plain, c.gamma, c.gae_lambda
+            rollout,
+            rollout.rewards / reward_scale,
+            nets.reward_critic,
+            plain,
+            final_plain,
+            c.gamma,
+            c.gae_lambda,
         )
         cost_advantage = cost_target = None
         if costs is not None:
@@ -163,7 +169,13 @@ class ControlLearner(TorchLearner):
                 self.cost_norm.update(costs[..., None])
             cost_scale = float(self.cost_norm.std[0]) if c.normalize_rewards else 1.0
             cost_advantage, cost_target = self._advantage(
-                rollout, costs / cost_scale, nets.cost_critic, inputs, final_inputs, c.cost_gamma, c.cost_gae_lambda
+                rollout,
+                costs / cost_scale,
+                nets.cost_critic,
+                inputs,
+                final_inputs,
+                c.cost_gamma,
+                c.cost_gae_lambda,
             )
         mixed = mixed_advantage(advantage, cost_advantage, multiplier, c.standardize_cost_advantage)
         flat_inputs = inputs[:-1].flatten(0, 1).contiguous()
@@ -321,7 +333,10 @@ class ControlEngine(Algorithm):
         self.step_number += 1
         self.env_steps += rollout.rewards.size
         episodes = rollout.episodes()
-        returns, costs = rollout.episode_sums(rollout.rewards, episodes), rollout.episode_sums(hidden_costs, episodes)
+        returns, costs = (
+            rollout.episode_sums(rollout.rewards, episodes),
+            rollout.episode_sums(hidden_costs, episodes),
+        )
         now = time.perf_counter()
         self.last_report = {
             "env_steps": self.env_steps,
@@ -330,6 +345,8 @@ class ControlEngine(Algorithm):
             "episode_length": _mean(np.array([len(e) for e in episodes])),
             "violation_rate": _mean(costs > control.algo.budget),
             "multiplier": constraint.multiplier,
+            "p_safe": None,
+            "labels_used": 0,
             **own,
             **stats,
             "steps_per_second": rollout.rewards.size / (now - clock),
@@ -432,7 +449,9 @@ def build_engine(control, env_spec: EnvSpec, algorithm, attempt: int = 0) -> Con
             num_envs_per_env_runner=1,
         )
         .fault_tolerance(
-            restart_failed_env_runners=True, max_num_env_runner_restarts=r.max_restarts, delay_between_env_runner_restarts_s=0.0
+            restart_failed_env_runners=True,
+            max_num_env_runner_restarts=r.max_restarts,
+            delay_between_env_runner_restarts_s=0.0,
         )
         .environment(env="seedbed")
         .debugging(seed=control.run.seed, log_level="ERROR")
