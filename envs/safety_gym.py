@@ -98,7 +98,7 @@ def _velocity_class(task: Task) -> type[gymnasium.Env]:
     module = importlib.import_module(
         f"safety_gymnasium.tasks.safe_velocity.safety_{robot}_velocity_{version}"
     )
-    base = getattr(module, f"Safety{task.robot}VelocityEnv")
+    base: Any = getattr(module, f"Safety{task.robot}VelocityEnv")
 
     class VelocityEnv(base):
         metadata: ClassVar = {**base.metadata, "render_modes": list(RENDER_MODES)}

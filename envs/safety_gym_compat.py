@@ -208,7 +208,8 @@ def _sample_layouts_in_floats() -> None:
     from safety_gymnasium.utils.random_generator import RandomGenerator
 
     def sample_layout(self) -> bool:
-        layout, placed = {}, []
+        layout: dict[str, np.ndarray] = {}
+        placed: list[tuple[float, float, float]] = []
         for name, (placements, keepout) in self.placements.items():
             for _ in range(100):
                 x, y = xy = self.draw_placement(placements, keepout)
