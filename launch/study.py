@@ -1,5 +1,5 @@
 """Several arms over several seeds, one table and one figure:
-`python launch/study.py name=<study> algos=ppo,ppo_lag,tracess seeds=20,21,22 [settings="size=long ..."] [jobs=1]`.
+`python launch/study.py name=<study> algos=ppo,ppo_lag,tracess seeds=20,21,22 [settings="size=long"] [jobs=1]`.
 
 Every run is `launch/train.py` in a process of its own, in runs/<study>/<algo>-seed<k>; runs that are done are
 not repeated, so a study that was stopped goes on where it was. Writes table.md, results.json and curves.png.
@@ -18,7 +18,6 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 # The checkout first, and this folder not at all: its evaluate.py must not hide a library of that name.
@@ -34,7 +33,7 @@ from launch import preflight
 
 @dataclass(kw_only=True)
 class StudyConfig:
-    """What to run. Lists are comma-separated; `settings` are more of launch/train.py's, separated by spaces."""
+    """What to run. Lists take commas; `settings` are more of launch/train.py's, separated by spaces."""
 
     name: str | None = None
     algos: str = "ppo,ppo_lag"

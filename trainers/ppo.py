@@ -62,21 +62,27 @@ class ActorCritics(nn.Module):
     """Gaussian actor, reward critic and (optionally) cost critic, three separate perceptrons.
 
     Actor and cost critic read [observation; memory]; the reward critic reads the observation alone. The
-    memory columns of the actor start at zero, so a memory that is switched on later does not move the policy.
+    memory columns start at zero and are drawn from no generator: a memory that is switched on later does not
+    move the policy, and until then training is PPO's to the last bit.
     """
 
     def __init__(self, obs_dim: int, memory_dim: int, action_dim: int, config, cost_critic: bool):
         super().__init__()
         self.obs_dim, self.squash = obs_dim, config.squash_mean
         sizes, activation = config.hidden_sizes, {"tanh": nn.Tanh, "relu": nn.ReLU}[config.activation]
-        self.actor = _mlp(obs_dim + memory_dim, sizes, action_dim, activation)
+        self.actor = _mlp(obs_dim, sizes, action_dim, activation)
         self.log_std = nn.Parameter(torch.full((action_dim,), config.log_std_init))
         self.reward_critic = _mlp(obs_dim, sizes, 1, activation)
-        self.cost_critic = _mlp(obs_dim + memory_dim, sizes, 1, activation) if cost_critic else None
+        self.cost_critic = _mlp(obs_dim, sizes, 1, activation) if cost_critic else None
         with torch.no_grad():
             self.actor[-1].weight.mul_(0.05)
             self.actor[-1].bias.zero_()
-            self.actor[0].weight[:, obs_dim:] = 0.0
+            for net in (self.actor, self.cost_critic):
+                if net is not None and memory_dim:
+                    first = net[0]
+                    columns = torch.zeros(first.out_features, memory_dim)
+                    first.weight = nn.Parameter(torch.cat([first.weight, columns], dim=1))
+                    first.in_features += memory_dim
 
     def mean(self, inputs: torch.Tensor) -> torch.Tensor:
         """(B, D + M) -> mean action (B, A), in units of half the action range."""
@@ -148,7 +154,8 @@ def ppo_update(
     packed = torch.cat(columns, dim=1)  # one gather per pass instead of six
     actor_params = [*nets.actor.parameters(), nets.log_std]
     kl, clipped, grad_norm, steps, epochs = 0.0, 0.0, 0.0, 0, 0
-    for epochs in range(1, config.epochs + 1):
+    for _ in range(config.epochs):
+        epochs += 1
         shuffled = packed[torch.randperm(rows, generator=generator)]
         for start in range(0, rows - size + 1, size):
             batch = shuffled[start : start + size]
