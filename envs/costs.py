@@ -120,5 +120,11 @@ class CostInInfo(gymnasium.Wrapper):
 
     def step(self, action):
         observation, reward, terminated, truncated, info = self.env.step(action)
-        info["cost"] = 0.0 if self.cost is None else self.cost(observation, action, info)
+        try:
+            info["cost"] = 0.0 if self.cost is None else self.cost(observation, action, info)
+        except (KeyError, IndexError) as error:
+            raise UserError(
+                f"env.cost cannot be computed here: {error!r}",
+                allowed=f"obs of shape {observation.shape}; info with {sorted(info)}",
+            ) from error
         return observation, reward, terminated, truncated, info

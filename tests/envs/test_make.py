@@ -89,6 +89,20 @@ def test_gymnasium_envs_have_their_cost_in_info(cost, value, has_cost):
 
 
 @pytest.mark.parametrize(
+    ("cost", "message"),
+    [
+        ("x_velocity_above:1", r"cannot be computed here: KeyError\('x_velocity'\)\n.*info with \['hurt'\]"),
+        ("obs_above:3:0", r"cannot be computed here: IndexError.*\n.*obs of shape \(3,\)"),
+    ],
+)
+def test_a_cost_that_the_env_cannot_feed(cost, message):
+    env = make_env(gym(cost=cost))
+    env.reset(seed=0)
+    with pytest.raises(UserError, match=message):
+        env.step(np.zeros(2, np.float32))
+
+
+@pytest.mark.parametrize(
     ("cfg", "message"),
     [
         (EnvConfig(kind="gim"), r"unknown env.kind\n.*'gim'\n.*safety-gym, gym\n.*fix: *env.kind=gym"),
