@@ -52,12 +52,16 @@ def read(argv: Sequence[str]) -> Arguments:
     for name in algorithms:
         for size in choices.get("size", []):
             config.check_size(name, size)
-    config.register(algorithms)
+    sweeps_algorithms = len(algorithms) > 1
+    # Hydra composes a sweep's own config without the swept values, so with the default algorithm.
+    config.register([*algorithms, *([config.default("algo")] if sweeps_algorithms else [])])
     others = [f"{group}={values[0]}" for group, values in choices.items() if group != "algo"]
     trees = [config.compose([f"algo={name}", *others]) for name in algorithms]
     checked = [
         str(o.input_line) if o.is_hydra_override() else _check_setting(trees, o, multirun) for o in settings
     ]
+    if sweeps_algorithms:
+        checked = [_only_in_jobs(token) if token.startswith("algo.") else token for token in checked]
     chosen = [f"{group}={','.join(values)}" for group, values in choices.items()]
     given = {o.key_or_group: o.get_value_string() for o in overrides}
     return Arguments(flags + chosen + checked, given)
@@ -138,7 +142,8 @@ def _choices(override: Override, multirun: bool) -> list[str]:
     values = _values(override, multirun)
     for value in values:
         if value not in known:
-            fix = f"{group}={known[nearest(value, known, n=1)[0]]}"
+            close = difflib.get_close_matches(value, known, n=1) or nearest(value, known, n=1)
+            fix = f"{group}={known[close[0]]}"
             if group == "env":
                 fix += f", and env.id={value} if that is the id of a task"
             raise UserError(
@@ -191,10 +196,17 @@ def _check_setting(trees: Sequence[DictConfig], override: Override, multirun: bo
     return f"{'++' if added else ''}{key}={override.get_value_string()}"
 
 
+def _only_in_jobs(token: str) -> str:
+    """A setting as a sweep over one value, which Hydra leaves out of the sweep's own config."""
+    key, _, value = token.partition("=")
+    return token if parse(token).is_sweep_override() else f"{key}=choice({value})"
+
+
 def _in_free_dict(tree: DictConfig, key: str) -> bool:
-    """Whether `key` lies in a dict that takes any key, like env.options."""
-    parent = OmegaConf.select(tree, key.rpartition(".")[0]) if "." in key else None
-    return OmegaConf.is_dict(parent) and OmegaConf.get_type(parent) is dict
+    """Whether `key` is or lies in a dict that takes any key, like env.options."""
+    places = [key, *([key.rpartition(".")[0]] if "." in key else [])]
+    nodes = [OmegaConf.select(tree, place) for place in places]
+    return any(OmegaConf.is_dict(node) and OmegaConf.get_type(node) is dict for node in nodes)
 
 
 def check_value(tree: DictConfig, key: str, value: Any) -> None:

@@ -18,7 +18,7 @@ from omegaconf import BooleanNode, DictConfig, OmegaConf, StringNode
 from omegaconf.errors import OmegaConfBaseException
 
 from envs.errors import UserError, nearest
-from trainers.config import schema
+from trainers.config import AlgorithmConfig, schema
 
 CONF = Path(__file__).resolve().parent / "conf"
 GROUPS = ("algo", "env", "size")
@@ -49,10 +49,9 @@ def default(group: str) -> str:
     return next(str(entry[group]) for entry in defaults if isinstance(entry, dict) and group in entry)
 
 
-def algorithm(name: str) -> DictConfig:
-    """The `algorithm` node of conf/algo/<name>.yaml: class_path and aliases."""
-    node = OmegaConf.load(CONF / "algo" / f"{name}.yaml").algorithm
-    return OmegaConf.merge({"aliases": []}, node)
+def algorithm(name: str) -> AlgorithmConfig:
+    """What conf/algo/<name>.yaml says under `algorithm`: class_path and aliases."""
+    return AlgorithmConfig(**OmegaConf.load(CONF / "algo" / f"{name}.yaml").algorithm)
 
 
 def aliases() -> dict[str, str]:
@@ -136,7 +135,7 @@ def _plain(cfg: DictConfig, key: str) -> Any:
 def keys(cfg: DictConfig, prefix: str = "") -> list[str]:
     """Dotted names of every setting, those of sections too, that a command line may set."""
     found = []
-    for key in cfg:
+    for key in map(str, cfg):
         name = f"{prefix}{key}"
         if name in FIXED:
             continue

@@ -193,7 +193,7 @@ def check_machine(resources: Mapping[str, float], runs_dir: Path, environ: Mappi
 def _existing(folder: Path) -> Path:
     """`folder` or the nearest folder above it that exists."""
     folder = folder.absolute()
-    while not folder.exists() and folder != folder.parent:
+    while not os.path.exists(folder) and folder != folder.parent:  # Path.exists raises without permission
         folder = folder.parent
     return folder
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
+import tempfile
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,6 +25,7 @@ sys.path[:] = [
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from envs.errors import UserError
+from envs.make import own_horizon
 from launch import preflight
 
 if TYPE_CHECKING:
@@ -56,8 +59,10 @@ def main(argv: Sequence[str]) -> int:
         if code:
             sys.exit(code)
 
-    sys.argv[1:] = args.argv
-    run_job()
+    # Hydra notes a sweep in a file of its own; every run has its whole config, so nobody needs it.
+    with tempfile.TemporaryDirectory(prefix="sweep-") as scratch:
+        sys.argv[1:] = [*args.argv, f"hydra.sweep.dir={scratch}"]
+        run_job()
     return 0
 
 
@@ -73,8 +78,9 @@ def job(cfg: DictConfig, given: Mapping[str, str]) -> int:
             values = config.resumed(Run.open(cfg.resume, cfg.run.dir).config, cfg, given)
         settings = typed(values)
         engine = engine_of(settings.algorithm)
+        note = set_horizon(settings, values)
         checks = check(settings, engine)
-        lines = engine.describe(settings)
+        lines = engine.describe(settings) + note
         if cfg.dry:
             show(values, lines, checks)
             return 0
@@ -90,6 +96,19 @@ def job(cfg: DictConfig, given: Mapping[str, str]) -> int:
     (run.path / "notes.json").write_text(json.dumps(lines, indent=2) + "\n")
     code = train(settings, engine, run, given)
     return code or evaluate(run)
+
+
+def set_horizon(settings: TrainConfig, values: Mapping[str, Any]) -> list[str]:
+    """Put the environment's own horizon in the place of null; a line if the config's one is shorter."""
+    preflight.check_extra(settings.env.kind)
+    env, own = settings.env, own_horizon(settings.env)
+    if env.horizon is None:
+        env.horizon = values["env"]["horizon"] = own
+    if own is None or env.horizon is None or env.horizon >= own:
+        return []
+    return [
+        f"NOTE: episodes are cut to {env.horizon} steps; the task's own horizon is {own} (env.horizon=null)"
+    ]
 
 
 def check(settings: TrainConfig, engine: Any) -> list[str]:
@@ -171,9 +190,9 @@ def finished(run: Run, planned: int) -> bool:
 
 def default_name(settings: TrainConfig) -> str:
     """For example ppo-HopperVelocity-long-seed3; Run.create numbers those that are taken."""
-    task = settings.env.id.rpartition("/")[2].removeprefix("Safety").rpartition("-v")
+    task = re.sub(r"-v\d+$", "", re.split("[/:]", settings.env.id)[-1]).removeprefix("Safety")
     size = [] if settings.size == "default" else [settings.size]
-    return "-".join([settings.algo.name, task[0] or task[2], *size, f"seed{settings.run.seed}"])
+    return "-".join([settings.algo.name, task, *size, f"seed{settings.run.seed}"])
 
 
 def how_to_continue(settings: TrainConfig, run: Run, given: Mapping[str, str]) -> str:

@@ -36,20 +36,20 @@ class TrainConfig(SimpleNamespace):
     size: of the recipe; and each section of the engine (`rollout`, `learner`).
     """
 
-    algorithm: type
+    algorithm: Any  # a class
     run: RunConfig
     env: EnvConfig
     algo: Any
     size: str
 
 
-def load_class(path: str) -> type:
+def load_class(path: str) -> Any:
     """The class at `module.Class`."""
     module, _, name = path.rpartition(".")
     return getattr(importlib.import_module(module), name)
 
 
-def engine_of(algorithm: type) -> ModuleType:
+def engine_of(algorithm: Any) -> ModuleType:
     """The module that trains and evaluates `algorithm`."""
     return importlib.import_module(algorithm.engine)
 

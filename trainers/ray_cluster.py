@@ -38,7 +38,7 @@ def ray_environment(environ: Mapping[str, str], home: Path | None = None) -> dic
 def local_cluster(num_workers: int) -> Iterator[None]:
     """Ray up inside the block. Does nothing when Ray is already up.
 
-    Workers import the rooms from this checkout: by their search path on this machine, by `working_dir` elsewhere.
+    Workers import the rooms from this checkout: by their search path here, by `working_dir` elsewhere.
     """
     import ray
 
