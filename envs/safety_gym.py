@@ -203,8 +203,8 @@ def build(task: str, render_mode: str | None = None, **options: Any) -> gymnasiu
 
 def load_class(task_id: str) -> type[gymnasium.Env]:
     """The environment class behind an id; imports Safety-Gymnasium."""
-    safety_gym_compat.load()
     task = check_task(task_id)
+    safety_gym_compat.load()
     return _velocity_class(task) if task.kind == "velocity" else _navigation_class(task)
 
 
