@@ -1,4 +1,4 @@
-"""PPO-Lagrangian with the true cost and a known budget: the oracle that learned constraints are held against."""
+"""PPO-Lagrangian with the true cost and a known budget: the oracle for learned constraints."""
 
 from __future__ import annotations
 

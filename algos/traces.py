@@ -342,7 +342,7 @@ class Traces(ControlAlgorithm):
         return [
             f"hidden limit: {c.budget:g} cost an episode, told to the annotator only; constraint "
             f"E[P_safe] >= {c.p_safe_limit:g}",
-            f"{prefixes} labelled prefixes a trajectory (every {c.slice_steps} steps), label noise {c.noise:g}",
+            f"{prefixes} labels a trajectory (a prefix every {c.slice_steps} steps), noise {c.noise:g}",
         ]
 
     def constrain(self, rollout: Rollout) -> Constraint:
@@ -401,7 +401,7 @@ class Traces(ControlAlgorithm):
     def _take(self, indices: np.ndarray) -> list[Trajectory]:
         """Remove trajectories from the pool, in the order given."""
         taken = [self.pool[i] for i in indices]
-        gone = set(int(i) for i in indices)
+        gone = {int(i) for i in indices}
         self.pool = [t for i, t in enumerate(self.pool) if i not in gone]
         return taken
 
@@ -468,7 +468,7 @@ class Traces(ControlAlgorithm):
         if wanted < c.query_min or wanted == 0:
             return None
         by_cv = np.argsort([-t.uncertainty for t in self.pool], kind="stable")
-        uncertain = int(round(wanted * c.query_uncertain_share))
+        uncertain = round(wanted * c.query_uncertain_share)
         at_random = rng.choice(by_cv[uncertain:], wanted - uncertain, replace=False)
         chosen = self._take(np.concatenate([by_cv[:uncertain], at_random]).astype(int))
         for i, trajectory in enumerate(chosen):

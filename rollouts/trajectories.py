@@ -105,7 +105,7 @@ def concatenate(shards: Sequence[Rollout]) -> Rollout:
             joined[f.name] = np.concatenate(parts, axis=0)
         elif f.name == "final_index":
             offsets = np.cumsum([0] + [shard.shape[1] for shard in shards[:-1]])
-            joined[f.name] = np.concatenate([p + [0, o] for p, o in zip(parts, offsets)], axis=0)
+            joined[f.name] = np.concatenate([p + np.array([0, o]) for p, o in zip(parts, offsets, strict=True)], axis=0)
         elif f.name != "version":
             joined[f.name] = np.concatenate(parts, axis=1)
     return Rollout(**joined)

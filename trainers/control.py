@@ -111,7 +111,7 @@ class ControlAlgorithm:
         return []
 
     def constrain(self, rollout: Rollout) -> Constraint:
-        """Per-step costs and the multiplier for this update. `rollout.costs` is None unless uses_true_cost."""
+        """Per-step costs and multiplier for this update. `rollout.costs` is None unless uses_true_cost."""
         return Constraint(None, 0.0)
 
     def after_step(self, rollout: Rollout, hidden_costs: np.ndarray, iteration: int) -> dict[str, Any]:
@@ -213,7 +213,8 @@ def describe(cfg: Any) -> list[str]:
     iterations = planned_iterations(cfg)
     shards = f"{r.num_env_runners} env runners" if r.num_env_runners else "the driver"
     lines = [
-        f"{iterations} iterations x {r.num_envs} envs x {per_env} steps = {iterations * total:,} env steps, in {shards}",
+        f"{iterations} iterations x {r.num_envs} envs x {per_env} steps = {iterations * total:,} env steps, "
+        f"in {shards}",
         f"{total} steps / {c.minibatch_steps} per minibatch x at most {c.epochs} epochs = at most "
         f"{total // c.minibatch_steps * c.epochs} gradient steps an iteration",
         f"episodes end after {cfg.env.horizon} steps; budget {cfg.algo.budget:g} cost an episode",

@@ -221,7 +221,7 @@ class ControlLearner(TorchLearner):
 
     @staticmethod
     def _advantage(rollout: Rollout, rewards, critic, inputs, final_inputs, gamma, lam):
-        """Advantages and value targets (T, N), float32; a time-out bootstraps from the episode's last state."""
+        """Advantages and value targets (T, N), float32; time-outs bootstrap from the last state."""
         with torch.no_grad():
             values = critic(inputs)[..., 0].numpy()
             final_values = critic(torch.from_numpy(final_inputs))[..., 0].numpy()
@@ -376,7 +376,7 @@ class ControlEngine(Algorithm):
                     f"the learner waited {r.timeout_s:g} s for env runners {[i + 1 for i in missing]} "
                     f"in iteration {self.step_number}",
                     given=f"rollout.timeout_s={r.timeout_s:g}",
-                    fix="look for a hanging environment or a busy node; raise rollout.timeout_s if it is slow",
+                    fix="look for a hanging environment or a busy node, or raise rollout.timeout_s",
                 )
             healthy = [i for i in missing if i + 1 in manager.healthy_actor_ids()]
             calls = [

@@ -17,7 +17,9 @@ def checksum(arrays: Iterable[np.ndarray]) -> int:
     value = 0
     for array in arrays:
         value = zlib.crc32(repr((array.shape, array.dtype.str)).encode(), value)
-        value = zlib.crc32(np.ascontiguousarray(array).view(np.uint8).reshape(-1) if array.size else b"", value)
+        value = zlib.crc32(
+            np.ascontiguousarray(array).view(np.uint8).reshape(-1) if array.size else b"", value
+        )
     return value
 
 
@@ -44,7 +46,9 @@ class Weights:
     def verify(self) -> None:
         """Raises RuntimeError when what arrived is not what was sent."""
         if checksum(self._arrays()) != self.sum:
-            raise RuntimeError(f"weights {self.version} arrived with another checksum than they were sent with")
+            raise RuntimeError(
+                f"weights {self.version} arrived with another checksum than they were sent with"
+            )
 
 
 def _gather(value: Any, found: list[np.ndarray]) -> None:
