@@ -113,7 +113,7 @@ def test_a_cost_that_the_env_cannot_feed(cost, message):
             r"unknown Safety-Gymnasium task 'SafetyHoperVelocity-v1'\n.*nearest: SafetyHopperVelocity-v1",
         ),
         (EnvConfig(id="Pendulum-v1"), r"not a Safety-Gymnasium task\n(.*\n)*.*env=gym env.id=Pendulum-v1"),
-        (EnvConfig(id="SafetyCarRace0-v0"), r"cannot be built.*lacks a texture"),
+        (EnvConfig(id="SafetyCarRace0-v0"), r"not supported.*lacks its floor's texture"),
         (
             EnvConfig(id="SafetyCarGoal1Vision-v0"),
             r"only the variants with vector observations(.*\n)*.*env.id=SafetyCarGoal1-v0",
