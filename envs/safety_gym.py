@@ -78,9 +78,7 @@ def check_task(task_id: str) -> Task:
         return TASKS[task_id]
     what, fix = f"unknown Safety-Gymnasium task {task_id!r}", None
     if re.fullmatch(r"Safety\w+Race\d-v0", task_id):
-        what = (
-            f"{task_id!r} cannot be built: the safety-gymnasium 1.0.0 wheel lacks a texture of the Race tasks"
-        )
+        what = f"{task_id!r} is not supported: safety-gymnasium 1.0.0 lacks its floor's texture"
     elif re.fullmatch(r"Safety\w+(Vision|Debug)-v0", task_id):
         what = f"{task_id!r} is not supported: only the variants with vector observations are"
         fix = f"env.id={re.sub('(Vision|Debug)', '', task_id)}"
