@@ -75,7 +75,9 @@ def job(cfg: DictConfig, given: Mapping[str, str]) -> int:
     try:
         values = config.resolved(cfg)
         if cfg.resume:
-            values = config.resumed(Run.open(cfg.resume, cfg.run.dir).config, cfg, given)
+            found = Run.open(cfg.resume, cfg.run.dir)
+            values = config.resumed(found.config, cfg, given)
+            values["run"]["dir"] = str(found.path.parent)
         settings = typed(values)
         engine = engine_of(settings.algorithm)
         note = set_horizon(settings, values)
@@ -85,15 +87,15 @@ def job(cfg: DictConfig, given: Mapping[str, str]) -> int:
             show(values, lines, checks)
             return 0
         if cfg.resume:
-            run = Run.open(cfg.resume, cfg.run.dir, settings.run)
+            run = Run.open(found.path, cfg=settings.run)
             if finished(run, engine.planned_iterations(settings)):
                 return 0
         else:
             run = Run.create(settings.run, values, default_name(settings))
+        write_notes(run, lines)
     except UserError as error:
         return refuse(error)
     print("\n".join([f"{run.path}: {settings.algo.name} on {settings.env.id}", *lines]), flush=True)
-    (run.path / "notes.json").write_text(json.dumps(lines, indent=2) + "\n")
     code = train(settings, engine, run, given)
     return code or evaluate(run)
 
@@ -176,6 +178,19 @@ def evaluate(run: Run) -> int:
     return 0
 
 
+def write_notes(run: Run, lines: Sequence[str]) -> None:
+    """notes.json: what the report says about the run beside its numbers."""
+    from trainers.checkpoint import write_error
+
+    path = run.path / "notes.json"
+    try:
+        path.write_text(json.dumps(lines, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise write_error(
+            error, "the notes", path, "make room or restore access there, then repeat"
+        ) from error
+
+
 def finished(run: Run, planned: int) -> bool:
     """Whether nothing is left of a run's plan; if so, says it."""
     status = run.status or {}
@@ -223,4 +238,7 @@ def refuse(error: BaseException) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:  # before the run began
+        sys.exit(EXIT_CODES["SIGINT"])

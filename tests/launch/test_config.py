@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from omegaconf import OmegaConf
 
 from envs.errors import UserError
 from launch import config
@@ -140,15 +139,3 @@ def test_the_nearest_settings() -> None:
     assert config.nearest_keys("lr", known) == ["algo.multiplier.lr", "learner.lr"]
     assert config.nearest_keys("rollout.envs", known)[0] == "rollout.num_envs"
     assert config.nearest_keys("learnr.clp", known)[0] == "learner.clip"
-
-
-def test_typed_settings_refuse_what_they_do_not_know() -> None:
-    saved = config.resolved(composed("algo=ppo"))
-    with pytest.raises(UserError, match=r"section 'learner'.*'momentum'"):
-        typed(saved | {"learner": {"momentum": 0.9}})
-    with pytest.raises(UserError, match="unknown section 'learners'"):
-        typed(saved | {"learners": {}})
-    with pytest.raises(UserError, match=r"algos\.ppo\.Gone"):
-        typed(saved | {"algorithm": {"class_path": "algos.ppo.Gone"}})
-    assert typed({k: v for k, v in saved.items() if k != "learner"}) == typed(saved)
-    assert OmegaConf.is_config(typed(saved).learner.hidden_sizes) is False

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from tests.launch.conftest import CHECKOUT, Command
-from trainers.ray_cluster import ray_environment
 
 # What launch/train.py does to its process, then a task that tells what it finds on a worker.
 PROBE = """
@@ -68,20 +67,6 @@ def test_ray_writes_nothing_into_the_home_and_workers_import_this_checkout(tmp_p
     assert found["authenticates"]
     assert (found["token"], found["threads"]) == (64, "1")
     assert list(home.iterdir()) == []
-
-
-def test_the_token_is_random_and_what_the_user_set_is_kept(tmp_path: Path) -> None:
-    first, second = ray_environment({}, tmp_path), ray_environment({}, tmp_path)
-    assert first.keys() == {"RAY_AUTH_TOKEN"}
-    assert len(first["RAY_AUTH_TOKEN"]) == 64
-    assert first != second
-    assert ray_environment({"RAY_AUTH_MODE": "token"}, tmp_path).keys() == {"RAY_AUTH_TOKEN"}
-    for theirs in ("RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
-        assert ray_environment({theirs: "x"}, tmp_path) == {}
-    assert ray_environment({"RAY_AUTH_MODE": "disabled"}, tmp_path) == {}
-    (tmp_path / ".ray").mkdir()
-    (tmp_path / ".ray" / "auth_token").write_text("mine")
-    assert ray_environment({}, tmp_path) == {}
 
 
 @pytest.mark.slow
