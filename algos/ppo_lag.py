@@ -41,6 +41,7 @@ class PPOLag(ControlAlgorithm):
 
     def constrain(self, rollout: Rollout) -> Constraint:
         costs = rollout.costs
+        assert costs is not None, "the engine shows the true cost to uses_true_cost algorithms"
         self._recent.extend(rollout.episode_sums(costs, rollout.episodes()))
         if self._recent:
             self.multiplier.update(violation(float(np.mean(self._recent)), self.config.budget))

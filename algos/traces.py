@@ -54,7 +54,7 @@ def label_loss(total_credit: torch.Tensor, safe: torch.Tensor, class_weight: flo
     return (losses * weights / weights.mean()).mean()
 
 
-def p_safe(total_credit: np.ndarray) -> np.ndarray:
+def p_safe(total_credit: np.ndarray | float) -> np.ndarray:
     """P^(no violation) = exp(-S), the product of the per-step survival probabilities exp(l_t)."""
     return np.exp(-np.asarray(total_credit, np.float64))
 
@@ -71,6 +71,9 @@ class Estimator(nn.Module):
     ratio of two successive survival probabilities. head="lognormal" gives (mu, log sigma); head="point"
     a credit without spread. Inputs are scaled by one fixed affine map (ours; set by `fit_scaling`).
     """
+
+    input_mean: torch.Tensor  # (S + A,)
+    input_std: torch.Tensor
 
     def __init__(self, input_dim: int, config: EstimatorConfig):
         super().__init__()
@@ -529,7 +532,7 @@ class Traces(ControlAlgorithm):
         with torch.no_grad():
             for x in held:
                 credit, _ = self.estimator.credit(torch.from_numpy(x.inputs)[:, None])
-                scores["safe" if x.labels[-1] else "unsafe"].append(float(p_safe(credit.sum())))
+                scores["safe" if x.labels[-1] else "unsafe"].append(float(p_safe(float(credit.sum()))))
         return {k: float(np.mean(v)) if v else None for k, v in scores.items()}
 
     def _refresh(self) -> None:

@@ -85,7 +85,7 @@ def run_all(cfg: StudyConfig, folder: Path, arms: Sequence[str], seeds: Sequence
     stop = threading.Event()
     with ThreadPoolExecutor(cfg.jobs) as executor:
         try:
-            codes = list(executor.map(lambda job: _run(cfg, folder, *job, stop), todo))
+            codes = list(executor.map(lambda job: _run(cfg, folder, job[0], job[1], stop), todo))
         except KeyboardInterrupt:
             stop.set()
             raise

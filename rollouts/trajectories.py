@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 
@@ -85,8 +86,10 @@ class Rollout:
                 start = int(end)
         return found
 
-    def episode_sums(self, values: np.ndarray, episodes: Sequence[Episode]) -> np.ndarray:
-        """Sum of `values` (T, N) over each episode, float64 (number of episodes,)."""
+    def episode_sums(self, values: np.ndarray | None, episodes: Sequence[Episode]) -> np.ndarray:
+        """Sum of `values` (T, N) over each episode, float64 (number of episodes,). None: may not be seen."""
+        if values is None:
+            raise ValueError("these values are hidden from who asks for their sums")
         return np.array([values[e.start : e.end, e.env].sum(dtype=np.float64) for e in episodes])
 
 
@@ -98,14 +101,16 @@ def concatenate(shards: Sequence[Rollout]) -> Rollout:
     versions = {shard.version for shard in shards}
     if len(versions) != 1:
         raise ValueError(f"rollouts of different weight versions cannot be joined: {sorted(versions)}")
-    joined: dict[str, object] = {"version": shards[0].version}
+    joined: dict[str, Any] = {"version": shards[0].version}
     for f in fields(Rollout):
         parts = [getattr(shard, f.name) for shard in shards]
         if f.name in ("final_obs", "final_memory"):
             joined[f.name] = np.concatenate(parts, axis=0)
         elif f.name == "final_index":
             offsets = np.cumsum([0] + [shard.shape[1] for shard in shards[:-1]])
-            joined[f.name] = np.concatenate([p + np.array([0, o]) for p, o in zip(parts, offsets, strict=True)], axis=0)
+            joined[f.name] = np.concatenate(
+                [p + np.array([0, o]) for p, o in zip(parts, offsets, strict=True)], axis=0
+            )
         elif f.name != "version":
             joined[f.name] = np.concatenate(parts, axis=1)
     return Rollout(**joined)

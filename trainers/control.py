@@ -414,6 +414,7 @@ def render_episode(
     )
     env.close()
     end = len(rollout.episodes()[0])
+    assert rollout.costs is not None
     trace = {
         "frame_step": np.array([s for s in env.steps_shown if s <= end]),
         "reward": rollout.rewards[:end, 0],

@@ -259,7 +259,9 @@ class ControlEngineConfig(AlgorithmConfig):
 
     def __init__(self, algo_class=None):
         super().__init__(algo_class=algo_class or ControlEngine)
-        self.control, self.env_spec, self.memory_dim, self.cost_critic = None, None, 0, False
+        self.control: Any = None
+        self.env_spec: Any = None
+        self.memory_dim, self.cost_critic = 0, False
 
     def get_default_rl_module_spec(self) -> RLModuleSpec:
         return RLModuleSpec(

@@ -75,11 +75,12 @@ class ActorCritics(nn.Module):
         self.reward_critic = _mlp(obs_dim, sizes, 1, activation)
         self.cost_critic = _mlp(obs_dim, sizes, 1, activation) if cost_critic else None
         with torch.no_grad():
-            self.actor[-1].weight.mul_(0.05)
-            self.actor[-1].bias.zero_()
+            last = linear_layers(self.actor)[-1]
+            last.weight.mul_(0.05)
+            last.bias.zero_()
             for net in (self.actor, self.cost_critic):
                 if net is not None and memory_dim:
-                    first = net[0]
+                    first = linear_layers(net)[0]
                     columns = torch.zeros(first.out_features, memory_dim)
                     first.weight = nn.Parameter(torch.cat([first.weight, columns], dim=1))
                     first.in_features += memory_dim
@@ -109,7 +110,7 @@ def _mlp(inputs: int, hidden: list[int], outputs: int, activation: type[nn.Modul
 
 def policy_arrays(nets: ActorCritics, obs_norm, spec, config) -> dict:
     """The actor as the keyword arguments of `rollouts.collect.GaussianPolicy` (copies, float32)."""
-    linear = [m for m in nets.actor if isinstance(m, nn.Linear)]
+    linear = linear_layers(nets.actor)
     mean, std = (obs_norm.mean, obs_norm.std) if config.normalize_obs else (0.0, 1.0)
     shape = (spec.obs_dim,)
     return {
@@ -122,6 +123,11 @@ def policy_arrays(nets: ActorCritics, obs_norm, spec, config) -> dict:
         "activation": config.activation,
         "squash_mean": config.squash_mean,
     }
+
+
+def linear_layers(net: nn.Module) -> list[nn.Linear]:
+    """The linear layers of a perceptron, input first."""
+    return [m for m in net.modules() if isinstance(m, nn.Linear)]
 
 
 @dataclass
