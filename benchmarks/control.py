@@ -17,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ CHECKOUT = Path(__file__).resolve().parent.parent
 sys.path[:] = [str(CHECKOUT), *(p for p in sys.path if Path(p).resolve() != CHECKOUT / "benchmarks")]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-ENV, HORIZON, STEPS, NUM_ENVS, HIDDEN = "SafetyHopperVelocity-v1", 1000, 10_000, 10, [64, 64]
+ENV, HORIZON, STEPS, NUM_ENVS, HIDDEN = "SafetyHopperVelocity-v1", 250, 10_000, 40, [64, 64]
 # Name -> (passes over the batch, env steps a minibatch).
 SETTINGS = {"10 epochs of 500": (10, 500), "40 epochs of 64": (40, 64)}
 ARMS = ("seedbed", "rllib", "seedbed, 1 runner", "seedbed, 2 runners")
@@ -144,21 +145,31 @@ class RLlibArm:
             .debugging(seed=0, log_level="ERROR")
         )
         self.algorithm = config.build_algo()
-        self.steps = 0
-        (optimizer,) = self.algorithm.learner_group._learner.get_optimizers_for_module("default_policy")
-        optimizer[1].register_step_post_hook(lambda *_: self._count())
+        self.gradient_steps, self.sampling_s, self.learning_s = 0, 0.0, 0.0
+        runner, learner = self.algorithm.env_runner_group.local_env_runner, self.algorithm.learner_group
+        # Its own timers are moving averages that still hold the warm-up.
+        runner.sample = self._timed("sampling_s", runner.sample)
+        learner.update = self._timed("learning_s", learner.update)
+        ((_, optimizer),) = learner._learner.get_optimizers_for_module("default_policy")
+        optimizer.register_step_post_hook(lambda *_: self._add("gradient_steps", 1))
 
-    def _count(self) -> None:
-        self.steps += 1
+    def _add(self, name: str, value: float) -> None:
+        setattr(self, name, getattr(self, name) + value)
+
+    def _timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            started = time.perf_counter()
+            result = function(*args, **kwargs)
+            self._add(name, time.perf_counter() - started)
+            return result
+
+        return call
 
     def iteration(self) -> dict[str, float]:
-        before = self.steps
-        timers = self.algorithm.train()["timers"]
-        return {
-            "gradient_steps": self.steps - before,
-            "sampling_s": float(timers["env_runner_sampling_timer"]),
-            "learning_s": float(timers["learner_update_timer"]),
-        }
+        names = ("gradient_steps", "sampling_s", "learning_s")
+        before = [getattr(self, name) for name in names]
+        self.algorithm.train()
+        return {name: getattr(self, name) - b for name, b in zip(names, before)}
 
     def stop(self) -> None:
         import ray
