@@ -77,7 +77,7 @@ def job(cfg: DictConfig, given: Mapping[str, str]) -> int:
         if cfg.resume:
             found = Run.open(cfg.resume, cfg.run.dir)
             values = config.resumed(found.config, cfg, given)
-            values["run"]["dir"] = str(found.path.parent)
+            values.setdefault("run", {})["dir"] = str(found.path.parent)
         settings = typed(values)
         engine = engine_of(settings.algorithm)
         note = set_horizon(settings, values)
