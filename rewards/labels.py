@@ -37,8 +37,8 @@ class ThresholdOracle:
                 allowed="[0, 0.5)",
                 fix="set algo.noise to 0, or to less than 0.5",
             )
-        if budget < 0:
-            raise UserError("a cost budget cannot be negative", given=budget, allowed="[0, inf)")
+        if not budget >= 0:  # NaN too
+            raise UserError("a cost budget is a number, at least 0", given=budget, allowed="[0, inf)")
         self.budget, self.noise = budget, noise
 
     def label(

@@ -131,7 +131,7 @@ def collect(
             costs[t, e] = info["cost"]
             if terminated[t, e] or truncated[t, e]:
                 final_index.append((t, e))
-                final_obs.append(np.asarray(o, np.float32))
+                final_obs.append(np.array(o, np.float32))  # a copy: reset may reuse the buffer
                 final_memory.append(h[e].copy())
                 o = env.reset()[0]
                 h[e] = cost_model.init(1)[0]
@@ -169,14 +169,16 @@ def _check_finite(rollout: Rollout, iteration: int, first_env: int) -> None:
         "rewards": "the environment",
         "costs": "the environment",
         "final_obs": "the environment",
+        "final_memory": "the cost model",
     }
     bad = []
     for name, maker in makers.items():
         values = getattr(rollout, name)
         if not np.isfinite(values).all():
             at = np.argwhere(~np.isfinite(values))[0]
-            step, env = rollout.final_index[at[0]] if name == "final_obs" else at[:2]
-            bad.append((int(step) + (name == "final_obs"), name, maker, int(env), values[tuple(at)]))
+            last = name.startswith("final")  # these follow the step that ended the episode
+            step, env = rollout.final_index[at[0]] if last else at[:2]
+            bad.append((int(step) + last, name, maker, int(env), values[tuple(at)]))
     if bad:
         # What breaks first is the cause: the environment's obs of step t+1 come after the step's own values.
         order = {"obs": 0, "memory": 1, "actions": 2}
