@@ -17,9 +17,7 @@ def checksum(arrays: Iterable[np.ndarray]) -> int:
     value = 0
     for array in arrays:
         value = zlib.crc32(repr((array.shape, array.dtype.str)).encode(), value)
-        value = zlib.crc32(
-            np.ascontiguousarray(array).view(np.uint8).reshape(-1) if array.size else b"", value
-        )
+        value = zlib.crc32(np.ascontiguousarray(array).tobytes(), value)
     return value
 
 
@@ -52,9 +50,9 @@ class Weights:
 
 
 def _gather(value: Any, found: list[np.ndarray]) -> None:
-    """All arrays inside nested dicts, lists and tuples, in a fixed order."""
-    if isinstance(value, np.ndarray):
-        found.append(value)
+    """All arrays and plain settings inside nested dicts, lists and tuples, in a fixed order."""
+    if isinstance(value, np.ndarray | np.generic | bool | int | float | str):
+        found.append(np.asarray(value))
     elif isinstance(value, dict):
         for key in sorted(value):
             _gather(value[key], found)

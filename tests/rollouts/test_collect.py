@@ -253,7 +253,7 @@ def test_the_environment_s_first_bad_number_is_named(what: str, named: str, valu
 
 
 def test_a_bad_last_observation_is_named() -> None:
-    with pytest.raises(UserError, match="the environment returned .*: final_obs at step 3 of environment 1"):
+    with pytest.raises(UserError, match=r"the environment returned .*: final_obs at step 3 of environment 1"):
         play([Counter((9,)), broken(Counter((3,)), "obs", at=3, value=math.nan)])
 
 
@@ -262,7 +262,7 @@ def test_a_bad_first_observation_is_named() -> None:
         def reset(self, **kwargs: Any):
             return super().reset(**kwargs)[0] * np.nan, {}
 
-    with pytest.raises(UserError, match="the environment returned .*: obs at step 0 of environment 0"):
+    with pytest.raises(UserError, match=r"the environment returned .*: obs at step 0 of environment 0"):
         play([Bad((9,))])
 
 
@@ -270,7 +270,7 @@ def test_a_bad_first_observation_is_named() -> None:
 def test_a_bad_policy_is_named(what: str) -> None:
     p = policy(memory=2)
     (p.layers[0][0] if what == "weights" else p.log_std)[...] = np.nan
-    with pytest.raises(UserError, match="the policy returned .*: actions at step 0 of environment 0"):
+    with pytest.raises(UserError, match=r"the policy returned .*: actions at step 0 of environment 0"):
         play([Counter((9,))], policy=p)
 
 
@@ -300,6 +300,6 @@ def test_a_bad_cost_model_is_named(result: int, named: str) -> None:
 def test_a_bad_last_memory_is_named() -> None:
     """The reset hides the memory from the next step, but the cost critic is to read it at the time-out."""
     with pytest.raises(
-        UserError, match="the cost model returned .*: final_memory at step 3 of environment 1"
+        UserError, match=r"the cost model returned .*: final_memory at step 3 of environment 1"
     ):
         play([Counter((9,)), Counter((3,))], cost_model=BrokenTally(2))
