@@ -10,12 +10,13 @@ from __future__ import annotations
 import shutil
 import tempfile
 import time
-from functools import partial
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import ray
 import torch
+from gymnasium.spaces import Box
 from ray.rllib.algorithms.algorithm import Algorithm
 from ray.rllib.algorithms.algorithm_config import AlgorithmConfig
 from ray.rllib.core import DEFAULT_MODULE_ID
@@ -33,24 +34,31 @@ from trainers.normalize import RunningMeanStd
 from trainers.ppo import ActorCritics, Columns, gae, mixed_advantage, policy_arrays, ppo_update
 from trainers.weights import Weights, checksum
 
+GRACE_S = 5.0  # for env runners to close their environments at the end
 UPDATE_STREAM = 2  # first word of the minibatch shuffles' seed, beside rollouts.collect's streams
 
 
 class EnvList:
-    """N environments of one kind behind the few names RLlib asks of a vector environment."""
+    """N environments of one kind behind the few names RLlib asks of a vector environment.
 
-    def __init__(self, config, num_envs: int):
-        self.envs = [make_env(config) for _ in range(num_envs)]
-        self.num_envs = num_envs
-        self.single_observation_space = self.observation_space = self.envs[0].observation_space
-        self.single_action_space = self.action_space = self.envs[0].action_space
+    They are made when they are first asked for: an error in RLlib's constructor of a runner would be lost.
+    """
+
+    def __init__(self, config, spec: EnvSpec, num_envs: int):
+        self.config, self.num_envs = config, num_envs
+        self.single_observation_space = self.observation_space = Box(-np.inf, np.inf, (spec.obs_dim,))
+        self.single_action_space = self.action_space = Box(spec.action_low, spec.action_high)
+
+    @cached_property
+    def envs(self) -> list[Any]:
+        return [make_env(self.config) for _ in range(self.num_envs)]
 
     @property
     def unwrapped(self) -> EnvList:
         return self
 
     def close(self) -> None:
-        for env in self.envs:
+        for env in vars(self).get("envs", ()):
             env.close()
 
 
@@ -60,24 +68,23 @@ class ControlEnvRunner(SingleAgentEnvRunner):
     def make_env(self) -> None:
         control = self.config.control
         self.num_envs = -(-control.rollout.num_envs // max(1, control.rollout.num_env_runners))
-        self.env = EnvList(control.env, self.num_envs)
+        self.env = EnvList(control.env, self.config.env_spec, self.num_envs)
 
     def get_spaces(self):
         spaces = (self.env.observation_space, self.env.action_space)
         return {INPUT_ENV_SPACES: spaces, INPUT_ENV_SINGLE_SPACES: spaces, DEFAULT_MODULE_ID: spaces}
 
     def sample(self, *, shard: int, envs: range, iteration: int, weights: Any, steps: int):
-        """Environments `envs` for `steps` steps under `weights` (a Weights, or a reference to one).
+        """Environments `envs` for `steps` steps under `weights`.
 
         Returns (shard, rollout, wall-clock time of the first step). Raises UserError for NaN and for
         weights whose checksum is not the sender's.
         """
-        if isinstance(weights, ray.ObjectRef):
-            weights = ray.get(weights)
         weights.verify()
+        mine = self.env.envs[: len(envs)]
         started = time.time()
         rollout = collect(
-            self.env.envs[: len(envs)],
+            mine,
             weights.policy,
             weights.cost_model,
             steps=steps,
@@ -291,6 +298,14 @@ class ControlEngine(Algorithm):
         self._logdir = tempfile.mkdtemp(prefix="seedbed-rllib-")
 
     def cleanup(self) -> None:
+        # RLlib's own would wait for every runner, also for one that hangs.
+        manager = self.env_runner_group._worker_manager
+        runners = list(manager.actors().values())
+        if runners:
+            ray.wait([r.stop.remote() for r in runners], num_returns=len(runners), timeout=GRACE_S)
+        for runner in runners:
+            ray.kill(runner)
+        manager.clear()
         super().cleanup()
         shutil.rmtree(self._logdir, ignore_errors=True)
 
@@ -369,43 +384,50 @@ class ControlEngine(Algorithm):
             _, rollout, started = self.env_runner.sample(shard=0, envs=shards[0], weights=weights, **common)
             self.first_env_step_time = self.first_env_step_time or started
             return rollout
+        runners = self.env_runner_group._worker_manager.actors()
         reference, done = ray.put(weights), {}
+        restarting: set[int] = set()
+
+        def ask(i: int) -> ray.ObjectRef:
+            return runners[i + 1].sample.remote(shard=i, envs=shards[i], weights=reference, **common)
+
+        asked = {ask(i): i for i in range(len(shards))}
         deadline = time.monotonic() + r.timeout_s
-        manager = self.env_runner_group._worker_manager
-        while missing := [i for i in range(len(shards)) if i not in done]:
-            if time.monotonic() > deadline:
+        while asked:
+            left = deadline - time.monotonic()
+            ready, _ = ray.wait(list(asked), timeout=max(0.0, left))
+            if not ready or left < 0:
                 raise UserError(
-                    f"the learner waited {r.timeout_s:g} s for env runners {[i + 1 for i in missing]} "
-                    f"in iteration {self.step_number}",
-                    given=f"rollout.timeout_s={r.timeout_s:g}",
+                    f"the learner waited {r.timeout_s:g} s for env runners "
+                    f"{sorted(i + 1 for i in asked.values())} in iteration {self.step_number}",
+                    given=f"rollout.timeout_s={r.timeout_s:g}"
+                    + (f"; of them dead and starting again: {sorted(restarting)}" if restarting else ""),
                     fix="look for a hanging environment or a busy node, or raise rollout.timeout_s",
                 )
-            healthy = [i for i in missing if i + 1 in manager.healthy_actor_ids()]
-            calls = [
-                partial(ControlEnvRunner.sample, shard=i, envs=shards[i], weights=reference, **common)
-                for i in healthy
-            ]
-            results = manager.foreach_actor(
-                calls,
-                remote_actor_ids=[i + 1 for i in healthy],
-                timeout_seconds=max(0.1, deadline - time.monotonic()),
-            )
-            for result in results:
-                value = result.get()
-                if result.ok:
-                    shard, done[shard], started = value
-                    self.first_env_step_time = min(self.first_env_step_time or started, started)
-                elif isinstance(value, ray.exceptions.RayTaskError):
-                    raise value.cause
-                else:
+            i = asked.pop(ready[0])
+            try:
+                _, done[i], started = ray.get(ready[0])
+                self.first_env_step_time = min(self.first_env_step_time or started, started)
+                restarting.discard(i + 1)
+            except ray.exceptions.RayTaskError as error:
+                cause = error.cause or error
+                cause.add_note(f"(in env runner {i + 1}, iteration {self.step_number})")
+                raise cause from error
+            except ray.exceptions.ActorUnavailableError:
+                if i + 1 not in restarting:
+                    restarting.add(i + 1)
                     self.env_runner_restarts += 1
                     self.notices.append(
-                        f"env runner {result.actor_id} died ({type(value).__name__}); "
-                        "a new one takes its place and its share is drawn again"
+                        f"env runner {i + 1} died; a new one takes its place and its share is drawn again"
                     )
-            if len(done) < len(shards):
-                self.env_runner_group.probe_unhealthy_env_runners()
-                time.sleep(0.05)
+                time.sleep(0.1)
+                asked[ask(i)] = i
+            except ray.exceptions.RayActorError as error:
+                raise UserError(
+                    f"env runner {i + 1} died in iteration {self.step_number} and is not started again",
+                    given=f"rollout.max_restarts={r.max_restarts}",
+                    fix="look at the node's memory and at the environment, then resume the run",
+                ) from error
         return concatenate([done[i] for i in range(len(shards))])
 
     def state_tree(self) -> dict[str, Any]:
