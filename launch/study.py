@@ -1,5 +1,5 @@
 """Several arms over several seeds, one table and one figure:
-`python launch/study.py name=<study> algos=ppo,ppo_lag,tracess seeds=20,21 [settings="size=long"] [jobs=1]`.
+`python launch/study.py name=<study> algos=ppo,ppo_lag seeds=20,21 [settings="size=long"] [jobs=1]`.
 
 Every run is `launch/train.py` in a process of its own, in runs/<study>/<algo>-seed<k>; runs that are done are
 not repeated, so a study that was stopped goes on where it was. Writes table.md, results.json and curves.png.
