@@ -20,6 +20,7 @@ from envs.errors import UserError
 from rewards.labels import QueryCounter, ThresholdOracle, prefix_ends
 from rollouts.trajectories import EnvSpec, Episode, Rollout
 from trainers.control import Constraint, ControlAlgorithm
+from trainers.gru import gru_sequence
 from trainers.multiplier import Multiplier, MultiplierConfig
 from trainers.normalize import RunningMeanStd
 
@@ -95,13 +96,17 @@ class Estimator(nn.Module):
         self.input_mean.copy_(torch.from_numpy(inputs.mean(0)))
         self.input_std.copy_(torch.from_numpy(inputs.std(0) + 1e-3))
 
+    def summaries(self, x: torch.Tensor) -> torch.Tensor:
+        """Top-layer summaries h_1 ... h_T (T, B, H) of raw inputs (T, B, S + A)."""
+        scaled = ((x - self.input_mean) / self.input_std).clamp(-INPUT_CLIP, INPUT_CLIP)
+        return gru_sequence(self.gru, scaled)
+
     def parameters_of_credit(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Inputs (T, B, S + A) from the episodes' first steps -> (mu, log sigma), each (T, B).
 
         With the point head mu is the credit itself and log sigma is -inf.
         """
-        scaled = ((x - self.input_mean) / self.input_std).clamp(-INPUT_CLIP, INPUT_CLIP)
-        after, _ = self.gru(scaled)
+        after = self.summaries(x)
         before = torch.cat([torch.zeros_like(after[:1]), after[:-1]])
         features = self.decoder(torch.cat([before, after], -1))
         location = self.location(features)[..., 0]
@@ -461,9 +466,7 @@ class Traces(ControlAlgorithm):
     def _summaries(self, inputs: np.ndarray) -> np.ndarray:
         """Top summaries (L, H) along one trajectory."""
         with torch.no_grad():
-            e = self.estimator
-            x = (torch.from_numpy(inputs)[:, None] - e.input_mean) / e.input_std
-            return e.gru(x.clamp(-INPUT_CLIP, INPUT_CLIP))[0][:, 0].numpy()
+            return self.estimator.summaries(torch.from_numpy(inputs)[:, None])[:, 0].numpy()
 
     def _query_and_retrain(self, rng: np.random.Generator, iteration: int) -> float | None:
         c = self.config
