@@ -217,7 +217,7 @@ class EstimatorConfig:
     log_std_offset: float = 1.0
     weight_decay: float = 1e-4
     max_grad_norm: float = 1.0
-    class_weight: float = 1.0
+    class_weight: float = 3.0  # of unsafe labels, see `label_loss`; the release uses 1 (ours)
     batch_trajectories: int = 64
     pretrain_updates: int = 600
     pretrain_lr: float = 3e-3
@@ -240,10 +240,10 @@ class TracesConfig:
     noise: float = 0.0
     slice_steps: int = 10  # a prefix is labelled every so many steps
     p_safe_limit: float = 0.9
-    multiplier: MultiplierConfig = field(default_factory=lambda: MultiplierConfig(init=1.0, lr=0.1))
-    slack_scale: float = 0.15  # of the violation when the constraint holds, in units of 1 - limit (ours)
+    multiplier: MultiplierConfig = field(default_factory=lambda: MultiplierConfig(init=1.5, lr=0.2))
+    slack_scale: float = 0.05  # of the violation when the constraint holds, in units of 1 - limit (ours)
     window_episodes: int = 32  # latest episodes whose P_safe is compared with the limit
-    bias_labels: int = 24  # latest random labels that correct P_safe; 0: no correction (ours)
+    bias_labels: int = 16  # latest random labels that correct P_safe; 0: no correction (ours)
     warmup_labels: int = 2  # random trajectories an iteration while lambda is 0
     start_unsafe_share: float = 0.5  # of the last `start_window` labels; then the estimator is fitted
     start_window: int = 8
