@@ -1,5 +1,5 @@
 """Several arms over several seeds, one table and one figure:
-`python launch/study.py name=<study> algos=ppo,ppo_lag seeds=20,21 [settings="size=long"] [jobs=1]`.
+`python launch/study.py name=<study> algos=[ppo,ppo_lag] seeds=[20,21] [settings='"size=long"'] [jobs=1]`.
 
 Every run is `launch/train.py` in a process of its own, in runs/<study>/<algo>-seed<k>; runs that are done are
 not repeated, so a study that was stopped goes on where it was. Writes table.md, results.json and curves.png.
@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 CHECKOUT = Path(__file__).resolve().parent.parent
@@ -33,11 +33,11 @@ from launch import preflight
 
 @dataclass(kw_only=True)
 class StudyConfig:
-    """What to run. Lists take commas; `settings` are more of launch/train.py's, separated by spaces."""
+    """What to run; `settings` are further settings of launch/train.py, separated by spaces."""
 
     name: str | None = None
-    algos: str = "ppo,ppo_lag"
-    seeds: str = "0,1,2"
+    algos: list[str] = field(default_factory=lambda: ["ppo", "ppo_lag"])
+    seeds: list[int] = field(default_factory=lambda: [0, 1, 2])
     settings: str = ""
     episodes: int = 100  # of the final evaluation of each policy
     jobs: int = 1  # runs at a time
@@ -54,7 +54,6 @@ def main(argv: Sequence[str]) -> int:
         from launch.arguments import read_into
 
         cfg = read_into(StudyConfig, argv)
-        arms, seeds = _names(cfg.algos), _numbers(cfg.seeds)
         if cfg.name is None:
             raise UserError("a study needs a name", fix="name=<study>")
         if cfg.jobs < 1:
@@ -62,10 +61,10 @@ def main(argv: Sequence[str]) -> int:
         folder = Path(cfg.dir) / cfg.name
         folder.mkdir(parents=True, exist_ok=True)
         preflight.check_writable(folder)
-        failed = run_all(cfg, folder, arms, seeds)
+        failed = run_all(cfg, folder)
         from evaluators.study import write_study
 
-        rows = write_study(folder, arms, seeds)
+        rows = write_study(folder, cfg.algos, cfg.seeds)
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
@@ -79,9 +78,9 @@ def main(argv: Sequence[str]) -> int:
     return 1 if failed else 0
 
 
-def run_all(cfg: StudyConfig, folder: Path, arms: Sequence[str], seeds: Sequence[int]) -> list[str]:
+def run_all(cfg: StudyConfig, folder: Path) -> list[str]:
     """Train and evaluate every missing run, `jobs` at a time; the names of those that failed."""
-    todo = [(arm, seed) for seed in seeds for arm in arms]
+    todo = [(arm, seed) for seed in cfg.seeds for arm in cfg.algos]
     stop = threading.Event()
     with ThreadPoolExecutor(cfg.jobs) as executor:
         try:
@@ -116,17 +115,6 @@ def _run(cfg: StudyConfig, folder: Path, arm: str, seed: int, stop: threading.Ev
                 return code
     (path / "study.json").write_text(json.dumps({"wall_seconds": wall}) + "\n")
     return 0
-
-
-def _names(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",") if part.strip()]
-
-
-def _numbers(text: str) -> list[int]:
-    try:
-        return [int(part) for part in _names(text)]
-    except ValueError:
-        raise UserError("seeds are whole numbers", given=text, allowed="for example seeds=20,21,22") from None
 
 
 if __name__ == "__main__":
