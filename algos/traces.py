@@ -88,8 +88,12 @@ class Estimator(nn.Module):
         self.register_buffer("input_mean", torch.zeros(input_dim))
         self.register_buffer("input_std", torch.ones(input_dim))
         with torch.no_grad():  # every step starts out as very nearly safe
-            self.location.weight.normal_(-0.5 if config.head == "lognormal" else 0.0, 0.1)
-            self.location.bias.fill_(-5.0 if config.head == "lognormal" else 0.005)
+            if config.head == "lognormal":
+                self.location.weight.normal_(-0.5, 0.1)
+                self.location.bias.fill_(-5.0)
+            else:  # small but above the ReLU's corner, where there would be no gradient (ours)
+                self.location.weight.normal_(0.0, 0.005)
+                self.location.bias.fill_(0.01)
 
     def fit_scaling(self, inputs: np.ndarray) -> None:
         """Fix the affine input map to zero mean and unit standard deviation over rows (n, S + A)."""

@@ -7,6 +7,7 @@ What an algorithm fills is in `trainers.control.ControlAlgorithm`; this file kno
 
 from __future__ import annotations
 
+import logging
 import shutil
 import tempfile
 import time
@@ -461,6 +462,7 @@ def _mean(values: np.ndarray) -> float | None:
 def build_engine(control, env_spec: EnvSpec, algorithm, attempt: int = 0) -> ControlEngine:
     """An engine ready to `train()`; Ray must be up when `rollout.num_env_runners` > 0."""
     torch.set_num_threads(1)
+    logging.getLogger("ray.rllib").setLevel(logging.ERROR)  # a notice about API stacks at every start
     r = control.rollout
     config = ControlEngineConfig()
     config.control, config.env_spec = control, env_spec
