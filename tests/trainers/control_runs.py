@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -129,3 +131,28 @@ def assert_struck_once(run: Run) -> None:
     restarts = [json.loads(x)["env_runner_restarts"] for x in (run.path / "metrics.jsonl").open()]
     assert restarts == [0] + [1] * (len(restarts) - 1)
     assert "env runner 1 died; a new one takes its place" in (run.path / "events.log").read_text()
+
+
+def descendants(pid: int) -> dict[int, str]:
+    """The living processes that `pid` started, directly or not, as {process id: command line}."""
+    parents, lines = {}, {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
+            if state != "Z":
+                parents[int(folder.name)] = int(parent)
+                lines[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+    found: dict[int, str] = {}
+    new = {pid}
+    while new := {child for child, parent in parents.items() if parent in new}:
+        found |= {child: lines[child] for child in new}
+    return found
+
+
+def wait_for(condition: Callable[[], Any], seconds: float, what: str) -> Any:
+    """The first true value of `condition()`; fails the test after `seconds`."""
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < deadline, what
+        time.sleep(0.05)
+    return value

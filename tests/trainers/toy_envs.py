@@ -46,7 +46,7 @@ class Faulty(Throttle):
     """Throttle that misbehaves while the file `armed` exists, in processes other than the one that wrote it.
 
     fault: `refuse` (the constructor raises), or at the process's step number `at`: `die` (SIGKILL, once: it
-    removes the file), `die_always`, `hang`, `raise`, `nan`.
+    removes the file), `die_always`, `hang`, `raise`, `blank`.
     """
 
     steps = 0  # of all instances in this process
@@ -72,7 +72,7 @@ class Faulty(Throttle):
                 time.sleep(3600)
             if self.fault == "raise":
                 raise RuntimeError("the simulator lost its contact model")
-            if self.fault == "nan":
+            if self.fault == "blank":
                 reward = float("nan")
         return observation, reward, terminated, truncated, info
 
