@@ -78,8 +78,8 @@ class ControlEnvRunner(SingleAgentEnvRunner):
     def sample(self, *, shard: int, envs: range, iteration: int, weights: Any, steps: int):
         """Environments `envs` for `steps` steps under `weights`.
 
-        Returns (shard, rollout, wall-clock time of the first step). Raises UserError for NaN and for
-        weights whose checksum is not the sender's.
+        Returns (shard, rollout, wall-clock time of the first step). Raises UserError for NaN, and
+        RuntimeError for weights whose checksum is not the sender's.
         """
         weights.verify()
         mine = self.env.envs[: len(envs)]
@@ -440,11 +440,23 @@ class ControlEngine(Algorithm):
         }
 
     def load_state_tree(self, tree: dict[str, Any]) -> None:
-        """Undo of `state_tree`; the attempt counts up, so older samples can be told apart."""
-        self.step_number, self.env_steps = tree["engine"]["step"], tree["engine"]["env_steps"]
-        self.attempt = tree["engine"]["attempt"] + 1
-        self.learner.load_state_tree(tree["learner"])
-        self.algorithm.load_state_dict(tree["algorithm"])
+        """Undo of `state_tree`; the attempt counts up, so older samples can be told apart.
+
+        Raises UserError for the tree of another environment, network or algorithm.
+        """
+        try:
+            self.step_number, self.env_steps = tree["engine"]["step"], tree["engine"]["env_steps"]
+            self.attempt = tree["engine"]["attempt"] + 1
+            self.learner.load_state_tree(tree["learner"])
+            self.algorithm.load_state_dict(tree["algorithm"])
+        except (RuntimeError, LookupError, TypeError, ValueError) as error:
+            control = self.config.control
+            raise UserError(
+                "the checkpoint was written with another environment, network or algorithm",
+                given=f"{type(error).__name__}: {str(error).splitlines()[-1].strip()}",
+                allowed=f"a checkpoint of algo={control.algo.name} on {control.env.id}",
+                fix="put this run's own checkpoint back, or start a new run",
+            ) from error
 
 
 def split_envs(num_envs: int, num_runners: int) -> list[range]:
