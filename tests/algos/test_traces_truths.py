@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -47,7 +48,7 @@ def lively(head: str = "lognormal", layers: int = 1, inputs: int = 5, **settings
             p.add_(0.4 * torch.randn(p.shape))
         estimator.location.bias.fill_(-2.0 if head == "lognormal" else 0.0)
         if head == "point":
-            estimator.location.weight.abs_()  # features are not negative: no step sits on the ReLU's flat side
+            estimator.location.weight.abs_()  # features are not negative: off the flat side
     return estimator
 
 
@@ -182,7 +183,7 @@ def stretches(rollout: Rollout) -> list[tuple[int, int, int]]:
     found = []
     for e in range(rollout.shape[1]):
         ends = [0, *(np.flatnonzero(rollout.done[:, e]) + 1)]
-        found += [(e, int(a), int(b)) for a, b in zip(ends, ends[1:])]
+        found += [(e, int(a), int(b)) for a, b in itertools.pairwise(ends)]
         if ends[-1] < rollout.shape[0]:
             found.append((e, int(ends[-1]), rollout.shape[0]))
     return found
@@ -287,7 +288,7 @@ STEPS, BUDGET = 7, 2
 
 
 def test_the_bayes_credit_falls_on_the_visit_after_the_budget() -> None:
-    """A table of credits by (visits so far, state), fitted on all trajectories: a step function, then the cut."""
+    """Credits by (visits so far, state), fitted on all trajectories: a step function, then the cut."""
     paths = chain.trajectories(STEPS)
     labels = torch.from_numpy(np.stack([chain.prefix_labels(p, BUDGET) for p in paths]))
     before = torch.from_numpy(np.cumsum(paths, 1) - paths)
