@@ -6,6 +6,7 @@ This module imports neither Ray nor torch until `train` or `evaluate` is called.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from dataclasses import dataclass, field
@@ -152,6 +153,11 @@ def check(cfg: Any) -> None:
     for name, value in (("rollout.env_steps", r.env_steps), ("rollout.num_envs", r.num_envs)):
         _at_least(name, value, 1)
     _at_least("rollout.num_env_runners", r.num_env_runners, 0)
+    _at_least("rollout.max_restarts", r.max_restarts, 0)
+    positive = {"rollout.timeout_s": r.timeout_s, "learner.clip": c.clip, "learner.target_kl": c.target_kl}
+    for name, value in {**positive, "learner.max_grad_norm": c.max_grad_norm}.items():
+        if value is not None and not value > 0:
+            raise UserError(f"{name} must be more than 0", given=value, allowed="(0, inf)")
     if r.num_env_runners > r.num_envs:
         raise UserError(
             "more env runners than environments",
@@ -174,7 +180,7 @@ def check(cfg: Any) -> None:
             allowed=f"1 to {total} (rollout.num_envs x steps per environment)",
             fix=f"set learner.minibatch_steps={min(250, total)}",
         )
-    for name in ("lr", "critic_lr", "entropy_coef", "critic_l2", "cost_critic_l2"):
+    for name in ("lr", "critic_lr", "entropy_coef", "value_coef", "critic_l2", "cost_critic_l2"):
         _at_least(f"learner.{name}", getattr(c, name), 0)
     for name in ("gamma", "cost_gamma", "gae_lambda", "cost_gae_lambda", "lr_final_fraction"):
         if not 0 <= getattr(c, name) <= 1:
@@ -184,7 +190,13 @@ def check(cfg: Any) -> None:
     if not c.hidden_sizes or min(c.hidden_sizes) < 1:
         raise UserError("learner.hidden_sizes needs at least one layer of width >= 1", given=c.hidden_sizes)
     _at_least("learner.epochs", c.epochs, 1)
-    if cfg.algo.budget < 0:
+    if not c.log_std_min <= c.log_std_init <= c.log_std_max:
+        raise UserError(
+            "the policy must start between the limits of its spread",
+            given=f"learner.log_std_init={c.log_std_init:g}",
+            allowed=f"learner.log_std_min={c.log_std_min:g} to learner.log_std_max={c.log_std_max:g}",
+        )
+    if not cfg.algo.budget >= 0:
         raise UserError(
             "a cost budget cannot be negative",
             given=cfg.algo.budget,
@@ -202,7 +214,7 @@ def check(cfg: Any) -> None:
 
 
 def _at_least(name: str, value: float, low: float) -> None:
-    if value < low:
+    if not low <= value < math.inf:
         raise UserError(f"{name} must be at least {low}", given=value, allowed=f"[{low}, inf)")
 
 
