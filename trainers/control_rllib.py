@@ -35,7 +35,7 @@ from trainers.normalize import RunningMeanStd
 from trainers.ppo import ActorCritics, Columns, gae, mixed_advantage, policy_arrays, ppo_update
 from trainers.weights import Weights, checksum
 
-GRACE_S = 5.0  # for env runners to close their environments at the end
+GRACE_S = 3.0  # for env runners to close their environments at the end
 UPDATE_STREAM = 2  # first word of the minibatch shuffles' seed, beside rollouts.collect's streams
 
 

@@ -43,9 +43,8 @@ def test_it_resumes(unbroken: Run, tmp_path: Path, stops: list[int]) -> None:
     assert_resumes(unbroken, "ppo_lag", tmp_path, stops, *EARLY)
 
 
-@pytest.mark.parametrize("kind", ["adam", "pid"])
-def test_it_resumes_with_every_multiplier(ray: Any, tmp_path: Path, kind: str) -> None:
-    overrides = (*EARLY, f"algo.multiplier.kind={kind}", "algo.multiplier.kd=0.1")
+def test_it_resumes_with_a_pid_multiplier(ray: Any, tmp_path: Path) -> None:
+    overrides = (*EARLY, "algo.multiplier.kind=pid", "algo.multiplier.kd=0.1")
     run = start("ppo_lag", tmp_path, *overrides)
     assert_resumes(run, "ppo_lag", tmp_path, [4], *overrides)
     assert len({row["multiplier"] for row in rows(run)}) > 4

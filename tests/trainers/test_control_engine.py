@@ -16,7 +16,6 @@ from algos.ppo import PPO
 from envs.errors import UserError
 from tests.trainers.control_runs import (
     arm,
-    assert_same,
     descendants,
     faulty,
     resume,
@@ -27,6 +26,7 @@ from tests.trainers.control_runs import (
     wait_for,
 )
 from trainers.control import env_spec
+from trainers.run import Run
 from trainers.weights import Weights
 
 SWIMMER = ["env=safety-gym", "env.id=SafetySwimmerVelocity-v1", "env.cost=null", "rollout.env_steps=600"]
@@ -62,28 +62,19 @@ def engine(ray: Any, tmp_path: Path):
 # --- env runners
 
 
-def test_a_task_is_the_same_in_0_1_and_2_env_runners(ray: Any, tmp_path: Path) -> None:
-    """To the last bit in 0 and 1; in 2 the policy's matrix products have other shapes and round otherwise."""
-    here, one, two = (
-        start("ppo_lag", tmp_path, *SWIMMER, f"rollout.num_env_runners={n}", name=str(n)) for n in range(3)
+def test_a_task_is_the_same_in_2_env_runners(ray: Any, tmp_path: Path) -> None:
+    """Up to rounding: matrix products of other shapes. In 1 runner it is the same to the bit, see below."""
+    here, there = (
+        start("ppo_lag", tmp_path, *SWIMMER, f"rollout.num_env_runners={n}", name=str(n)) for n in (0, 2)
     )
-    assert_same(here, one)
-    for row, other in zip(rows(here), rows(two), strict=True):
+    assert rows(here)[0]["episode_cost"] > 0
+    for row, other in zip(rows(here), rows(there), strict=True):
         assert row["sampler_mismatch"] < 1e-5
         assert other["sampler_mismatch"] < 1e-5
         assert row.keys() == other.keys()
-        numbers = {key for key, value in row.items() if value is not None}
-        assert numbers == {key for key, value in other.items() if value is not None}
-        for key in numbers:
-            assert row[key] == pytest.approx(other[key], rel=1e-3, abs=1e-4), key
-    assert rows(here)[0]["episode_cost"] > 0
+        for key, value in row.items():
+            assert other[key] == (None if value is None else pytest.approx(value, rel=1e-3, abs=1e-4)), key
     assert_none_left()
-
-
-def test_a_resumed_run_may_use_another_number_of_env_runners(ray: Any, tmp_path: Path) -> None:
-    whole = start("ppo_lag", tmp_path, "rollout.env_steps=600", name="whole")
-    half = start("ppo_lag", tmp_path, "rollout.env_steps=600", "run.max_steps=2", name="half")
-    assert_same(whole, resume(half, max_steps=None, num_env_runners=1))
 
 
 def test_an_env_runner_that_dies_between_iterations(engine) -> None:
@@ -114,15 +105,8 @@ def test_an_environment_that_hangs(ray: Any, tmp_path: Path) -> None:
     arm(tmp_path / "armed")
     fault = faulty("hang", tmp_path / "armed", at=30)
     began = time.monotonic()
-    with pytest.raises(UserError, match=r"the learner waited 4 s for env runners \[1, 2\] in iteration 0"):
-        start(
-            "ppo",
-            tmp_path,
-            *fault,
-            "rollout.num_env_runners=2",
-            "rollout.num_envs=2",
-            "rollout.timeout_s=4",
-        )
+    with pytest.raises(UserError, match=r"the learner waited 2 s for env runners \[1\] in iteration 0"):
+        start("ppo", tmp_path, *fault, "rollout.num_env_runners=1", "rollout.timeout_s=2")
     assert time.monotonic() - began < 60
     assert_none_left()
 
@@ -142,6 +126,22 @@ def test_nan_in_an_env_runner_names_tensor_and_step(ray: Any, tmp_path: Path) ->
     what = "the environment returned a number that is not finite: rewards at step 17 of environment 2, "
     with pytest.raises(UserError, match=what + "iteration 1"):
         start("ppo", tmp_path, *fault, "rollout.num_env_runners=1")
+
+
+def test_a_run_that_failed_before_its_first_checkpoint_starts_over(ray: Any, tmp_path: Path) -> None:
+    """Also in another number of env runners: in one and in none it is the same to the last bit."""
+    armed = tmp_path / "armed"
+    fault = faulty("raise", armed, at=2 * 200 + 7)
+    whole = start("ppo_lag", tmp_path, *fault, "rollout.env_steps=600", name="whole")
+    arm(armed)
+    with pytest.raises(RuntimeError, match="the simulator lost its contact model"):
+        start(
+            "ppo_lag", tmp_path, *fault, "rollout.env_steps=600", "rollout.num_env_runners=1", name="broken"
+        )
+    broken = Run.open("broken", tmp_path)
+    assert len(rows(broken)) == 2
+    assert broken.latest() is None
+    assert_same(whole, resume(broken, num_env_runners=0))
 
 
 # --- canaries and numbered weights

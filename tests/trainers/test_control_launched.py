@@ -120,7 +120,7 @@ def test_ctrl_c_then_sigkill_then_the_end(ray: Any, training: Any, tmp_path: Pat
     assert code == -signal.SIGKILL, said
     assert list((tmp_path / "home").iterdir()) == []
 
-    last = training("resume=mine")
+    last = training("resume=mine", "rollout.num_env_runners=0")
     code, said = last.end()
     assert code == 0, said
     assert last.steps() == list(range(1, PLAN + 1))
