@@ -16,6 +16,7 @@ from algos.ppo import PPO
 from envs.errors import UserError
 from tests.trainers.control_runs import (
     arm,
+    assert_same,
     descendants,
     faulty,
     resume,
