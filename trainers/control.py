@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -275,18 +276,18 @@ def train(cfg: Any, run: Run) -> None:
     run.plan(iterations, iterations * iteration_steps(cfg)[1], headline)
     spec = env_spec(cfg)
     algorithm = cfg.algorithm(cfg.algo, spec, cfg.run.seed)
-    with local_cluster(cfg.rollout.num_env_runners):
-        from trainers.control_rllib import build_engine
+    with ExitStack() as stack:
+        with run.starting():
+            stack.enter_context(local_cluster(cfg.rollout.num_env_runners))
+            from trainers.control_rllib import build_engine
 
-        engine = build_engine(cfg, spec, algorithm)
-        try:
+            engine = build_engine(cfg, spec, algorithm)
+            stack.callback(engine.stop)
             saved = run.latest()
             if saved is not None:
                 engine.load_state_tree(saved[1])
             run.resume_at(engine.step_number)  # 0 without a checkpoint: the run starts over
-            _iterate(cfg, run, engine, algorithm)
-        finally:
-            engine.stop()
+        _iterate(cfg, run, engine, algorithm)
 
 
 def _iterate(cfg: Any, run: Run, engine: Any, algorithm: ControlAlgorithm) -> None:

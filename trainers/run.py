@@ -16,7 +16,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import FrameType
@@ -88,6 +88,7 @@ class Run:
         self._started = time.monotonic()
         self._display = make_display(cfg.display, self.name)
         self._stop: str | None = None
+        self._starting = False
         self._handlers: dict[int, Any] = {}
         self._status_written = False
 
@@ -242,6 +243,18 @@ class Run:
         self._catch_signals()
         return self._stop
 
+    @contextlib.contextmanager
+    def starting(self) -> Iterator[None]:
+        """Inside, a signal raises at once (KeyboardInterrupt or SystemExit).
+
+        Nothing is there to be saved yet, and what is being started may wait for what the signal ended.
+        """
+        self._starting = True
+        try:
+            yield
+        finally:
+            self._starting = False
+
     def finish(self, status: str, reason: str | None = None) -> None:
         """Write status.json ("finished", "stopped" or "failed"). The `with` block does it by itself."""
         self._write_status(status, reason)
@@ -299,10 +312,12 @@ class Run:
                 signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._stop is not None and number == signal.SIGINT:
+        again, self._stop = self._stop is not None, self._stop or signal.Signals(number).name
+        if number == signal.SIGINT and (again or self._starting):
             raise KeyboardInterrupt
-        if self._stop is None:
-            self._stop = signal.Signals(number).name
+        if self._starting:
+            raise SystemExit(128 + number)
+        if not again:
             self._display.stopping(self._stop)
 
     def _open_metrics(self) -> int:

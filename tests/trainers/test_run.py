@@ -345,6 +345,17 @@ class TestSignals:
             assert signal.getsignal(signal.SIGTERM) != before[1]
         assert [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)] == before
 
+    @pytest.mark.parametrize(
+        ("number", "error", "code"),
+        [(signal.SIGTERM, SystemExit, 143), (signal.SIGINT, KeyboardInterrupt, None)],
+    )
+    def test_a_signal_during_the_start_ends_it_at_once(self, tmp_path, number, error, code):
+        """What is being started may wait for ever for what the same signal ended."""
+        with pytest.raises(error) as raised, make(tmp_path) as run, run.starting():
+            signal.raise_signal(number)
+            time.sleep(10)
+        assert getattr(raised.value, "code", None) == code
+
     def test_an_error_is_recorded(self, tmp_path):
         run = make(tmp_path)
 
