@@ -6,14 +6,18 @@ import contextlib
 import os
 import secrets
 import signal
+import socket
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from envs.errors import UserError
+
 CHECKOUT = Path(__file__).resolve().parent.parent
 # Arrays on the way between driver and runners: a few MB an iteration; Ray's own default is 30 % of memory.
 OBJECT_STORE_BYTES = 256 * 1024**2
+CONNECT_S, FREE_CPUS_S = 5, 60  # how long to wait for an existing cluster's answer, and for its CPUs
 THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
@@ -39,17 +43,19 @@ def local_cluster(num_workers: int) -> Iterator[None]:
     """Ray up inside the block. Does nothing when Ray is already up.
 
     Workers import the rooms from this checkout: by their search path here, by `working_dir` elsewhere.
+    Raises UserError when an existing cluster does not answer or lacks the CPUs.
     """
     import ray
 
     if ray.is_initialized():
         yield
         return
-    if os.environ.get("RAY_ADDRESS"):
+    if address := os.environ.get("RAY_ADDRESS"):
+        check_address(address)
         excludes = [".git", ".venv", "runs", "tests", "benchmarks"]
         runtime_env = {"working_dir": str(CHECKOUT), "excludes": excludes, "env_vars": THREADS}
         with _sigterm_handler_kept():
-            ray.init(runtime_env=runtime_env, log_to_driver=False)
+            ray.init(runtime_env=runtime_env, log_to_driver=False, logging_level="ERROR")
     else:
         os.environ.update(THREADS | ray_environment(os.environ))
         # Ray puts the current folder first on its workers' search path, before PYTHONPATH.
@@ -62,9 +68,46 @@ def local_cluster(num_workers: int) -> Iterator[None]:
                 logging_level="ERROR",
             )
     try:
+        if address:
+            wait_for_cpus(num_workers)
         yield
     finally:
         ray.shutdown()
+
+
+def check_address(address: str) -> None:
+    """Raise UserError when nothing listens at `address` (host:port); Ray itself would try for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not port.isdigit():
+        return  # "auto" or "local"
+    try:
+        socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
+    except OSError as error:
+        raise UserError(
+            f"no Ray cluster answers: {error}",
+            given=f"RAY_ADDRESS={address}",
+            fix="unset RAY_ADDRESS for a cluster of this run's own, or start one: ray start --head",
+        ) from error
+
+
+def wait_for_cpus(count: int) -> None:
+    """Raise UserError when the cluster has not `count` free CPUs; actors without one would wait for ever."""
+    import ray
+    from ray.util.placement_group import placement_group, remove_placement_group
+
+    if not count:
+        return
+    group = placement_group([{"CPU": 1.0}] * count)
+    free = group.wait(FREE_CPUS_S)
+    remove_placement_group(group)
+    if not free:
+        raise UserError(
+            f"the Ray cluster had not {count} free CPUs within {FREE_CPUS_S} s",
+            given=f"rollout.num_env_runners={count}",
+            allowed=f"it has {ray.cluster_resources().get('CPU', 0):g} in all, "
+            f"{ray.available_resources().get('CPU', 0):g} free",
+            fix="lower rollout.num_env_runners, or wait for others to finish",
+        )
 
 
 @contextmanager
