@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.algos.test_traces_run import EARLY
-from tests.trainers.control_runs import SMALL, assert_same, descendants, start, wait_for
+from tests.trainers.control_runs import SMALL, assert_same, descendants, resume, rows, start, wait_for
 from trainers.run import Run
 
 CHECKOUT = Path(__file__).resolve().parents[2]
@@ -98,37 +98,32 @@ def printed_command(said: str) -> list[str]:
     return shlex.split(found[1])
 
 
-def test_ctrl_c_then_sigkill_then_the_end(ray: Any, training: Any, tmp_path: Path) -> None:
+def test_sigkill_then_ctrl_c_then_the_end(ray: Any, training: Any, tmp_path: Path) -> None:
     """What is left after both is, byte for byte, what a run ends with that nobody disturbed."""
     first = training("algo=tracess", *SETTINGS, "rollout.num_env_runners=1", "run.name=mine")
-    first.wait_past(3)
-    os.killpg(first.process.pid, signal.SIGINT)  # a terminal's Ctrl-C reaches Ray's processes too
+    first.wait_past(4)
+    first.process.kill()
     code, said = first.end()
+    assert code == -signal.SIGKILL, said
+
+    second = training("resume=mine", "rollout.num_env_runners=1")
+    second.wait_past(first.steps()[-1])
+    os.killpg(second.process.pid, signal.SIGINT)  # a terminal's Ctrl-C reaches Ray's processes too
+    code, said = second.end()
     assert code == 130, said
-    stopped_at = first.steps()[-1]
+    assert printed_command(said) == ["resume=mine", "rollout.num_env_runners=1"]
     run = Run.open("mine", tmp_path / "runs")
     found = run.latest()
     assert found is not None
-    assert found[0] == stopped_at < PLAN
+    assert found[0] == second.steps()[-1] < PLAN
     assert run.status is not None
     assert (run.status["status"], run.status["reason"]) == ("stopped", "SIGINT")
-
-    second = training(*printed_command(said))
-    second.wait_past(stopped_at + 3)
-    second.process.kill()
-    code, said = second.end()
-    assert code == -signal.SIGKILL, said
     assert list((tmp_path / "home").iterdir()) == []
 
-    last = training("resume=mine", "rollout.num_env_runners=0")
-    code, said = last.end()
-    assert code == 0, said
-    assert last.steps() == list(range(1, PLAN + 1))
+    run = resume(run, num_env_runners=0)
     found = run.latest()
     assert found is not None
     assert found[1]["engine"]["attempt"] == 2
     assert found[1]["engine"]["env_steps"] == 200 * PLAN
+    assert [row["step"] for row in rows(run)] == list(range(1, PLAN + 1))
     assert_same(start("traces", tmp_path, *SETTINGS, name="undisturbed"), run)
-    run.close()
-    homely = [path for path in (tmp_path / "home").rglob("*") if path.is_file()]
-    assert {path.parent.name for path in homely} <= {"matplotlib"}, "its font cache, after the run"

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from launch import train
+from tests.trainers import toy_envs
 from tests.trainers.control_runs import SMALL, assert_same, faulty, rows, start
 from trainers.run import Run
 
@@ -79,7 +80,10 @@ def test_settings_that_cannot_work(launch: Launch, algo: str, arguments: list[st
     assert message in said
 
 
-def test_nan_of_an_environment(ray: Any, launch: Launch, tmp_path: Path) -> None:
+def test_nan_of_an_environment(
+    ray: Any, launch: Launch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(toy_envs.Faulty, "steps", 0)
     (tmp_path / "armed").write_text("another process")
     fault = faulty("blank", tmp_path / "armed", at=200 + 4 * 7 + 3)  # four environments take turns
     code, said = launch("algo=traces", *SMALL, *fault, "run.name=mine")
