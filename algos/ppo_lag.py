@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from envs.errors import UserError
 from rollouts.trajectories import EnvSpec, Rollout
 from trainers.control import Constraint, ControlAlgorithm
 from trainers.multiplier import Multiplier, MultiplierConfig
@@ -38,6 +39,15 @@ class PPOLag(ControlAlgorithm):
         super().__init__(config, spec, seed)
         self.multiplier = Multiplier(config.multiplier)
         self._recent: deque[float] = deque(maxlen=config.window_episodes)
+
+    @classmethod
+    def check(cls, cfg: Any) -> None:
+        if cfg.algo.window_episodes < 1:
+            raise UserError(
+                "algo.window_episodes is too small",
+                given=cfg.algo.window_episodes,
+                allowed="at least 1",
+            )
 
     def constrain(self, rollout: Rollout) -> Constraint:
         costs = rollout.costs

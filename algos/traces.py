@@ -264,6 +264,35 @@ class TracesConfig:
     estimator: EstimatorConfig = field(default_factory=EstimatorConfig)
 
 
+# Smaller values crash later, or silently never label, train or constrain anything.
+LEAST = {
+    "slack_scale": 0,
+    "window_episodes": 1,
+    "bias_labels": 0,
+    "warmup_labels": 1,
+    "start_window": 1,
+    "start_labels": 0,
+    "start_iterations": 1,
+    "gate_tries": 1,
+    "query_min": 1,
+    "lr_scale_active": 0,
+}
+LEAST_ESTIMATOR = {
+    "hidden_size": 1,
+    "layers": 1,
+    "decoder_width": 1,
+    "weight_decay": 0,
+    "max_grad_norm": 0,
+    "batch_trajectories": 2,  # half of a batch is the newest labels, half all of them
+    "pretrain_updates": 1,
+    "pretrain_lr": 0,
+    "retrain_updates": 1,
+    "retrain_lr": 0,
+    "recent_labels": 1,
+    "held_out_every": 2,
+}
+
+
 # --------------------------------------------------------------------------------------- the algorithm
 
 
@@ -346,6 +375,23 @@ class Traces(ControlAlgorithm):
         for name in ("query_fraction", "query_uncertain_share", "start_unsafe_share"):
             if not 0 <= getattr(c, name) <= 1:
                 raise UserError(f"algo.{name} is a share", given=getattr(c, name), allowed="[0, 1]")
+        for section, settings, least in (
+            ("algo", c, LEAST),
+            ("algo.estimator", c.estimator, LEAST_ESTIMATOR),
+        ):
+            for name, low in least.items():
+                if not getattr(settings, name) >= low:  # also catches NaN
+                    raise UserError(
+                        f"{section}.{name} is too small",
+                        given=getattr(settings, name),
+                        allowed=f"at least {low:g}",
+                    )
+        for name, value in (
+            ("algo.query_fraction", c.query_fraction),
+            ("algo.estimator.class_weight", c.estimator.class_weight),
+        ):
+            if not value > 0:
+                raise UserError(f"{name} must be more than 0", given=value, allowed="(0, inf)")
 
     @classmethod
     def describe(cls, cfg: Any) -> list[str]:

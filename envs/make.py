@@ -175,3 +175,12 @@ def _check_spaces(cfg: EnvConfig, env: gymnasium.Env) -> None:
             wanted = "a Box of one dimension" + (" of floats" if name == "action" else "")
             env.close()
             raise UserError(f"{cfg.id} has {name}s that are not supported", given=str(space), allowed=wanted)
+    limits = env.action_space
+    if not (np.isfinite(limits.low).all() and np.isfinite(limits.high).all()):
+        env.close()
+        raise UserError(
+            f"{cfg.id} has actions without limits",
+            given=str(limits),
+            allowed="finite lower and upper limits: the policy acts in units of them",
+            fix="wrap the environment so that its actions lie in [-1, 1]",
+        )

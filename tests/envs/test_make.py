@@ -15,8 +15,8 @@ from envs.make import EnvConfig, check_env_config, env_has_cost, make_env
 class Reporting(gymnasium.Env):
     """Three numbers in, the sum of the action out; reports a cost itself."""
 
-    def __init__(self, dtype="float32", obs="box"):
-        self.action_space = gymnasium.spaces.Box(-1, 1, (2,), np.dtype(dtype))
+    def __init__(self, dtype="float32", obs="box", limit=1.0):
+        self.action_space = gymnasium.spaces.Box(-limit, limit, (2,), np.dtype(dtype))
         box = gymnasium.spaces.Box(-9, 9, (3,), np.float32)
         self.observation_space = {"box": box, "dict": gymnasium.spaces.Dict(a=box)}[obs]
 
@@ -149,6 +149,7 @@ def test_what_a_check_finds_without_building(cfg, message):
             r"CartPole-v1 has actions that are not supported\n.*Discrete\(2\)'\n.*a Box of one .* of floats",
         ),
         (gym(options={"dtype": "int32"}), r"actions that are not supported\n.*int32"),
+        (gym(options={"limit": float("inf")}), r"actions without limits\n.*inf.*\n.*finite lower and upper"),
         (
             gym(options={"obs": "dict"}),
             r"observations that are not supported\n.*Dict\(.*\n.*a Box of one dim",

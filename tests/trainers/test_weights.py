@@ -73,7 +73,7 @@ def test_checksum_of_a_view_is_that_of_its_values() -> None:
 
 @pytest.mark.parametrize("memory", [True, False])
 def test_a_copy_is_whole(memory: bool) -> None:
-    copy.deepcopy(sealed(memory)).verify()
+    copy.deepcopy(sealed(memory)).verify()  # raises when a byte is lost
 
 
 def test_there_are_as_many_arrays_as_the_models_have() -> None:
