@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from envs.errors import UserError
-from rewards.labels import QueryCounter, ThresholdOracle, prefix_ends
+from rewards.labels import QueryCounter, ThresholdOracle, prefix_ends, whole_is_safe
 from rollouts.trajectories import EnvSpec, Episode, Rollout
 from trainers.control import Constraint, ControlAlgorithm
 from trainers.gru import gru_sequence
@@ -25,6 +25,7 @@ from trainers.multiplier import Multiplier, MultiplierConfig
 from trainers.normalize import RunningMeanStd
 
 CREDIT_MAX = 7.0  # one step can lower the log survival by at most this
+EXPONENT_MAX = 80.0  # exp(80) is far above every cut and still finite in float32
 INPUT_CLIP = 8.0  # of the scaled estimator input, in standard deviations (ours)
 LABEL_STREAM, FIT_STREAM, INIT_STREAM = 3, 4, 5  # first words of the seed sequences, beside the engine's
 
@@ -38,9 +39,14 @@ def lognormal_mean(mu: torch.Tensor, log_std: torch.Tensor) -> torch.Tensor:
 
 
 def lognormal_var(mu: torch.Tensor, log_std: torch.Tensor) -> torch.Tensor:
-    """Var[-l] = (exp(sigma^2) - 1) exp(2 mu + sigma^2), cut at CREDIT_MAX squared."""
+    """Var[-l] = exp(2 mu + 2 sigma^2) - exp(2 mu + sigma^2), cut at CREDIT_MAX squared.
+
+    Written as exp(2 mu + 2 sigma^2) (1 - exp(-sigma^2)): exact for tiny sigma^2, and no difference of
+    infinities for large ones.
+    """
     var = torch.exp(2 * log_std)
-    return (torch.expm1(var.clamp(max=10.0)) * torch.exp(2 * mu + var)).clamp(max=CREDIT_MAX**2)
+    second_moment = torch.exp((2 * (mu + var)).clamp(max=EXPONENT_MAX))
+    return (second_moment * -torch.expm1(-var)).clamp(max=CREDIT_MAX**2)
 
 
 def label_loss(total_credit: torch.Tensor, safe: torch.Tensor, class_weight: float = 1.0) -> torch.Tensor:
@@ -187,7 +193,7 @@ class SummaryCostModel:
         log_std = u @ a["log_scale.weight"][0] + a["log_scale.bias"][0] - self.offsets[1]
         var = np.exp(2.0 * np.clip(log_std, -20.0, 2.0))
         mean = np.exp(mu + 0.5 * var)
-        spread = np.expm1(np.minimum(var, 10.0)) * np.exp(2.0 * mu + var)
+        spread = np.exp(np.minimum(2.0 * (mu + var), EXPONENT_MAX)) * -np.expm1(-var)
         return np.minimum(mean, CREDIT_MAX), np.minimum(spread, CREDIT_MAX**2), after
 
     def augment(self, obs: np.ndarray, h: np.ndarray) -> np.ndarray:
@@ -523,13 +529,14 @@ class Traces(ControlAlgorithm):
         wanted = int(np.ceil(c.query_fraction * len(self.pool)))
         if wanted < c.query_min or wanted == 0:
             return None
+        n_random = wanted - round(wanted * c.query_uncertain_share)
+        # First: a sample of all episodes, because these labels measure the estimator's bias on all of them.
+        at_random = rng.choice(len(self.pool), n_random, replace=False)
         by_cv = np.argsort([-t.uncertainty for t in self.pool], kind="stable")
-        uncertain = round(wanted * c.query_uncertain_share)
-        at_random = rng.choice(by_cv[uncertain:], wanted - uncertain, replace=False)
-        chosen = self._take(np.concatenate([by_cv[:uncertain], at_random]).astype(int))
-        for i, trajectory in enumerate(chosen):
+        uncertain = by_cv[~np.isin(by_cv, at_random)][: wanted - n_random]
+        for i, trajectory in enumerate(self._take(np.concatenate([at_random, uncertain]))):
             self._label(trajectory, rng)
-            if i >= uncertain:
+            if i < n_random:
                 self._bias.append(float(self.labeled[-1].labels[-1]) - trajectory.p_safe)
         self.pool = []
         return self._fit(c.estimator.retrain_updates, c.estimator.retrain_lr, 0.5, iteration)
@@ -595,8 +602,10 @@ class Traces(ControlAlgorithm):
         )
 
     def _metrics(self, fresh: list[Trajectory], loss: float | None) -> dict[str, Any]:
-        safe = [t.p_safe for t in fresh if t.costs.sum() <= self.config.budget]
-        unsafe = [t.p_safe for t in fresh if t.costs.sum() > self.config.budget]
+        scores: dict[bool, list[float]] = {True: [], False: []}
+        for t in fresh:
+            scores[whole_is_safe(t.costs, t.terminated, self.config.budget)].append(t.p_safe)
+        safe, unsafe = scores[True], scores[False]
         return {
             "p_safe": float(np.mean([t.p_safe for t in fresh])) if self.active and self._recent else None,
             "p_safe_corrected": self.corrected_p_safe() if self.active and self._recent else None,

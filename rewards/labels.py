@@ -22,6 +22,11 @@ class LabelOracle(Protocol):
         ...
 
 
+def whole_is_safe(costs: np.ndarray, terminated: bool, budget: float) -> bool:
+    """Whether a trajectory of per-step costs (L,) kept the budget and reached the time limit."""
+    return not terminated and bool(costs.sum(dtype=np.float64) <= budget)
+
+
 class ThresholdOracle:
     """A prefix is safe when its summed cost is at most `budget`; the whole also has to reach the time limit.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from decimal import Decimal
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,7 @@ from algos.traces import (
     SummaryCostModel,
     Traces,
     TracesConfig,
+    Trajectory,
     label_loss,
     lognormal_mean,
     lognormal_var,
@@ -25,7 +27,7 @@ from algos.traces import (
     uncertainty,
 )
 from envs.errors import UserError
-from rewards.labels import QueryCounter, ThresholdOracle, prefix_ends
+from rewards.labels import QueryCounter, ThresholdOracle, prefix_ends, whole_is_safe
 from rollouts.collect import collect
 from rollouts.trajectories import EnvSpec, Rollout
 from tests.reference import chain
@@ -144,6 +146,36 @@ def test_lognormal_moments_in_numbers() -> None:
     # The cuts.
     args = torch.tensor(3.0), torch.tensor(2.0)
     assert (lognormal_mean(*args).item(), lognormal_var(*args).item()) == (7.0, 49.0)
+
+
+@pytest.mark.parametrize(
+    ("mu", "var"), [(-20.0, 12.0), (-20.0, 18.0), (-14.0, 10.5), (-3.0, 1e-6), (-20.0, 54.0)]
+)
+def test_the_variance_of_a_wide_credit(mu: float, var: float) -> None:
+    """exp(2 mu + 2 sigma^2) - exp(2 mu + sigma^2) in decimal arithmetic, below and above sigma^2 = 10."""
+    exact = min(49.0, float(Decimal(2 * mu + 2 * var).exp() - Decimal(2 * mu + var).exp()))
+    args = torch.tensor(mu), torch.tensor(0.5 * math.log(var))
+    assert lognormal_var(*args).item() == pytest.approx(exact, rel=1e-4)
+
+
+def test_the_runners_wide_variance_is_the_estimator_s() -> None:
+    estimator = lively()
+    with torch.no_grad():
+        estimator.location.bias.fill_(-25.0)
+        estimator.log_scale.weight.mul_(0.1)
+        estimator.log_scale.bias.fill_(2.25)  # log sigma around 1.25, sigma^2 around 12
+    x = inputs(1, 50)
+    with torch.no_grad():
+        mean, var = (v[0].numpy() for v in estimator.credit(x))
+        mu, log_std = estimator.parameters_of_credit(x)
+    assert (np.exp(2 * log_std.numpy()) > 10).mean() > 0.5
+    assert (var < 49).any()
+    model = SummaryCostModel(estimator, RunningMeanStd(6), version=0, active=True, visible=True)
+    theirs = model.step(x[0, :, :3].numpy(), x[0, :, 3:].numpy(), model.init(50))
+    np.testing.assert_allclose(theirs[0], mean, rtol=1e-3)
+    np.testing.assert_allclose(theirs[1], var, rtol=1e-3)
+    exact = (2 * (mu[0] + torch.exp(2 * log_std[0]))).double().exp().clamp(max=49)
+    np.testing.assert_allclose(var, exact, rtol=1e-2)  # sigma^2 > 10: the second term is nothing
 
 
 def test_the_estimator_s_draws_have_the_moments_it_states() -> None:
@@ -576,6 +608,63 @@ def test_queries_of_60_steps_with_slice_20(crossing: int | None, queries: int, l
     counter = QueryCounter()
     counter.add(answers)
     assert counter.code == queries
+
+
+# -- the labels that measure the bias
+
+
+def pool_of(certainty: list[float], p_safes: list[float], unsafe: set[int]) -> list[Trajectory]:
+    """Episodes of 4 steps by coefficient of variation and P_safe; those in `unsafe` cost 100."""
+    return [
+        Trajectory(
+            inputs=np.zeros((4, 5), np.float32),
+            costs=np.full(4, 25.0 * (i in unsafe), np.float32),
+            terminated=False,
+            uncertainty=cv,
+            p_safe=p,
+        )
+        for i, (cv, p) in enumerate(zip(certainty, p_safes, strict=True))
+    ]
+
+
+def test_random_labels_are_a_fair_sample_of_all_episodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The estimator is wrong about the two episodes it doubts most: the correction has to see them.
+
+    Label - P_safe is -0.9, -0.8 on these and 0.1 on the six others, so -1.1 / 8 on average. Drawn from what
+    the doubtful ones leave, it would be +0.1.
+    """
+    monkeypatch.setattr(Traces, "_fit", lambda *args: 0.0)
+    doubts, scores = [5.0, 4.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0], [0.9, 0.8] + [0.9] * 6
+    errors, counts = [], np.zeros(8)
+    for seed in range(2000):
+        a = algorithm(query_fraction=0.5, query_uncertain_share=0.5, query_min=1)
+        a.pool = pool_of(doubts, scores, unsafe={0, 1})
+        known = {id(t.inputs): i for i, t in enumerate(a.pool)}
+        a._query_and_retrain(np.random.default_rng(seed), 0)
+        assert (len(a.labeled), len(a._bias), a.pool) == (4, 2, [])
+        chosen = [known[id(x.inputs)] for x in a.labeled]
+        assert len(set(chosen)) == 4
+        counts[chosen[:2]] += 1
+        errors += a._bias
+        # The other two are the most doubtful of what is left.
+        left = [i for i in range(8) if i not in chosen[:2]]
+        assert chosen[2:] == sorted(left, key=lambda i: -doubts[i])[:2]
+    np.testing.assert_allclose(counts / 2000, 0.25, atol=0.04)  # four standard deviations
+    assert np.mean(errors) == pytest.approx(-1.1 / 8, abs=0.03)
+
+
+def test_what_is_called_safe_reached_the_time_limit() -> None:
+    a = algorithm(budget=10.0)
+    safe, unsafe, fallen = pool_of([1.0] * 3, [0.9, 0.3, 0.5], unsafe={1})
+    fallen.terminated = True  # without any cost
+    metrics = a._metrics([safe, unsafe, fallen], None)
+    assert metrics["p_safe_when_safe"] == pytest.approx(0.9)
+    assert metrics["p_safe_when_unsafe"] == pytest.approx(0.4)
+    for trajectory in (safe, unsafe, fallen):
+        label = a.oracle.label(
+            trajectory.costs, np.array([4]), trajectory.terminated, np.random.default_rng()
+        )
+        assert label[0] == whole_is_safe(trajectory.costs, trajectory.terminated, 10.0)
 
 
 # -- 9. Jensen
