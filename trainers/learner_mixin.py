@@ -110,7 +110,9 @@ class SeamMixin(Host):
             )
         self._resume = tree
 
-    def train(self, resume_from_checkpoint: Any = None, **kwargs: Any) -> Any:
+    def train(
+        self, resume_from_checkpoint: Any = None, trial: Any = None, ignore_keys_for_eval: Any = None
+    ) -> Any:
         """The trainer's loop. Resumes from the tree given to `load_state_tree`, never from a folder."""
         if resume_from_checkpoint:
             raise UserError(
@@ -119,11 +121,11 @@ class SeamMixin(Host):
                 fix="continue the run with: python launch/train.py resume=<name>",
             )
         if self._resume is None:
-            return super().train(**kwargs)
+            return super().train(None, trial, ignore_keys_for_eval)
         with tempfile.TemporaryDirectory(prefix="resume-") as folder:
             # All that the trainer itself reads; the tensors are put in place by `_prepare_for_training`.
             (Path(folder) / "trainer_state.json").write_text(json.dumps(self._resume["trainer"]))
-            return super().train(resume_from_checkpoint=folder, **kwargs)
+            return super().train(folder, trial, ignore_keys_for_eval)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         pass  # `_prepare_for_training` does it, once model and optimizer stand
@@ -167,8 +169,7 @@ class SeamMixin(Host):
         return {id(p): name for name, p in self._module().named_parameters()}
 
     def _torch_optimizer(self) -> torch.optim.Optimizer:
-        inner: torch.optim.Optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
-        return inner
+        return getattr(self.optimizer, "optimizer", self.optimizer)  # type: ignore[return-value]
 
     def _gather(self, value: Any) -> list[Any]:
         """`value` of every rank."""
@@ -230,8 +231,8 @@ class SeamMixin(Host):
     def _after_update(self) -> None:
         """Checks of the step that was just taken; agrees with the other ranks whether to stop."""
         changed, share = self._watch.step()
-        first = self.context is not None and self.context.rank == 0
-        asked = first and self.context.client.should_stop() is not None
+        context = self.context
+        asked = context is not None and context.rank == 0 and context.client.should_stop() is not None
         changed, stop = self._any(changed, asked)
         if self._watch.is_error(changed, self._lr > 0 and self._grad_norm > GRADIENT):
             raise UserError(

@@ -65,9 +65,9 @@ def set_rng_state(state: dict[str, Any]) -> None:
     """Undo of `rng_state`."""
     random.setstate(decode(state["python"]))
     np.random.set_state(decode(state["numpy"]))
-    torch.set_rng_state(torch.as_tensor(state["torch"]))
+    torch.set_rng_state(as_tensor(state["torch"]))
     if torch.cuda.is_available() and "cuda" in state:
-        torch.cuda.set_rng_state(torch.as_tensor(state["cuda"]))
+        torch.cuda.set_rng_state(as_tensor(state["cuda"]))
 
 
 # --- parameters
@@ -91,7 +91,7 @@ def load_model_state(model: nn.Module, state: dict[str, Any]) -> None:
     mine = dict(trained(model))
     check_names(mine, state, "parameters")
     for name, tensor in mine.items():
-        value = torch.as_tensor(state[name])
+        value = as_tensor(state[name])
         if value.shape != tensor.shape:
             raise UserError(
                 f"the checkpoint's parameter {name} has another shape",
@@ -149,5 +149,10 @@ def load_optimizer_state(
 
 
 def as_tensors(values: dict[str, Any]) -> dict[str, Any]:
-    """NumPy arrays of a checkpoint as tensors of their own memory; other values as they are."""
-    return {k: torch.tensor(v) if isinstance(v, np.ndarray | np.generic) else v for k, v in values.items()}
+    """The values with tensors of their own memory in place of a checkpoint's NumPy arrays."""
+    return {key: as_tensor(value) for key, value in values.items()}
+
+
+def as_tensor(value: Any) -> Any:
+    """A checkpoint's array as a tensor of its own memory (the array may be read-only); else the value."""
+    return torch.tensor(value) if isinstance(value, np.ndarray | np.generic) else value

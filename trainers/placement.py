@@ -53,6 +53,7 @@ class Learner(Protocol):
         """Train from `context.resumed` (or the start) to the end of the plan, or until asked to stop."""
 
 
+ZERO_STAGES = {"zero2": 2, "zero3": 3}
 MakeLearner = Callable[[WorkerContext], Learner]
 
 
@@ -64,6 +65,36 @@ def check_placement(cfg: Any) -> None:
             given=cfg.learner.num_workers,
             allowed="0: in the driver's process; N >= 1: N processes of Ray Train",
         )
+    backends = ("ddp", *ZERO_STAGES)
+    if cfg.learner.backend not in backends:
+        raise UserError("unknown learner.backend", given=cfg.learner.backend, allowed=backends)
+    if cfg.learner.backend != "ddp" and cfg.learner.num_workers == 0:
+        raise UserError(
+            f"learner.backend={cfg.learner.backend} spreads a model over processes, and there is only one",
+            given=f"learner.num_workers={cfg.learner.num_workers}",
+            fix="set learner.num_workers=2 or more, or learner.backend=ddp",
+        )
+
+
+def backend_arguments(cfg: Any) -> dict[str, Any]:
+    """TRL's arguments for `learner.backend`: how parameters, gradients and optimizer are spread.
+
+    ddp: whole in every process; zero2: gradients and optimizer state split; zero3: parameters too.
+    """
+    if cfg.learner.backend == "ddp":
+        return {}
+    return {
+        "deepspeed": {
+            "zero_optimization": {"stage": ZERO_STAGES[cfg.learner.backend]},
+            "zero_allow_untested_optimizer": True,  # torch's own AdamW, as under ddp
+            "zero_force_ds_cpu_optimizer": False,
+            "train_batch_size": "auto",
+            "train_micro_batch_size_per_gpu": "auto",
+            "gradient_accumulation_steps": "auto",
+            "gradient_clipping": "auto",
+            "bf16": {"enabled": "auto"},
+        }
+    }
 
 
 def run_learner(make_learner: MakeLearner, cfg: Any, run: Run) -> None:
@@ -73,7 +104,12 @@ def run_learner(make_learner: MakeLearner, cfg: Any, run: Run) -> None:
     picklable. Raises UserError for what the user can mend; the newest checkpoint stays whole in every case.
     """
     check_placement(cfg)
-    _run_here(make_learner, run)
+    if cfg.learner.num_workers == 0:
+        _run_here(make_learner, run)
+    else:
+        from trainers.worker_group import run_workers
+
+        run_workers(make_learner, cfg, run)
 
 
 def _run_here(make_learner: MakeLearner, run: Run) -> None:

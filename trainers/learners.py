@@ -1,0 +1,199 @@
+"""Learners on TRL's own trainers: SFT, DPO, reward models, pre-training. The policy's is `trainers.policy`.
+
+The losses are TRL's, untouched; `trainers.learner_mixin` gives each one its reports, checkpoints and seams.
+A `LearnerMaker` is what `trainers.placement` calls in every process. Importing this module loads TRL.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import datasets
+import transformers
+import trl
+
+from envs.errors import UserError
+from trainers.learner_mixin import SeamMixin, Seams
+from trainers.placement import WorkerContext, backend_arguments
+from trainers.rows import training_rows
+from trainers.trl_arguments import trl_config
+
+
+class SFTLearner(SeamMixin, trl.SFTTrainer):
+    """Cross-entropy on demonstrations, over completion tokens where prompts are apart, else over all."""
+
+
+class PretrainLearner(SeamMixin, trl.SFTTrainer):
+    """Cross-entropy on every token of running text."""
+
+
+class DPOLearner(SeamMixin, trl.DPOTrainer):
+    """Direct preference optimisation (Rafailov et al. 2023) against the model it starts from."""
+
+
+class RewardModelLearner(SeamMixin, trl.RewardTrainer):
+    """A scalar head trained so that chosen completions score above rejected ones (Bradley-Terry)."""
+
+
+LEARNERS: dict[str, Any] = {
+    "sft": SFTLearner,
+    "pretrain": PretrainLearner,
+    "dpo": DPOLearner,
+    "reward_model": RewardModelLearner,
+}
+ALGORITHM = ("beta", "loss_type", "epsilon", "num_iterations")  # of cfg.learner; None: TRL's default
+
+
+@dataclass(kw_only=True)
+class LearnerMaker:
+    """Makes the learner of `kind` in a worker: called with its context, picklable.
+
+    model_path: a local folder with weights and tokenizer; task: a TextTask or None; rows: a dataset to use
+    instead of what the config names; callbacks: transformers' TrainerCallback objects or classes.
+    """
+
+    kind: str
+    cfg: Any
+    model_path: str
+    task: Any = None
+    rows: datasets.Dataset | None = None
+    callbacks: Sequence[Any] = ()
+    seams: Callable[[], Seams] = Seams
+
+    def __call__(self, context: WorkerContext) -> Any:
+        from trainers.models import load_tokenizer
+
+        quiet()
+        cfg = self.cfg
+        tokenizer = load_tokenizer(self.model_path)
+        check_tokens(tokenizer, self.model_path)
+        rows = training_rows(self.kind, cfg, self.task, context.scratch) if self.rows is None else self.rows
+        args = trl_config(
+            self.kind,
+            cfg.learner.trl,
+            output_dir=context.scratch,
+            max_steps=cfg.learner.steps,
+            learning_rate=cfg.learner.lr,
+            max_grad_norm=cfg.learner.max_grad_norm,
+            per_device_train_batch_size=cfg.learner.samples_per_device_batch,
+            gradient_accumulation_steps=accumulation(cfg),
+            seed=cfg.run.seed,
+            save_steps=cfg.run.checkpoint_every,
+            gradient_checkpointing=cfg.model.gradient_checkpointing,
+            **backend_arguments(cfg),
+            **self._algorithm_arguments(),
+        )
+        transformers.set_seed(cfg.run.seed)  # before the weights that are drawn anew: heads, adapters
+        seams = self.seams()
+        seams.stop_after = cfg.run.max_steps
+        return LEARNERS[self.kind](
+            model=self._model(tokenizer),
+            args=args,
+            train_dataset=rows,
+            processing_class=tokenizer,
+            peft_config=lora(cfg, self.kind),
+            callbacks=[*self.callbacks, *named_callbacks(cfg.learner.callbacks)],
+            context=context,
+            seams=seams,
+        )
+
+    def _algorithm_arguments(self) -> dict[str, Any]:
+        from trainers.trl_arguments import trl_names
+
+        values = {name: getattr(self.cfg.learner, name, None) for name in ALGORITHM}
+        known = trl_names(self.kind)
+        return {name: value for name, value in values.items() if value is not None and name in known}
+
+    def _model(self, tokenizer: Any) -> Any:
+        from trainers.models import load_model
+
+        if self.kind != "reward_model":
+            return load_model(self.model_path, self.cfg.model)
+        return load_scorer(self.model_path, self.cfg.model, tokenizer)
+
+
+def load_scorer(path: str, cfg: Any, tokenizer: Any) -> Any:
+    """The model of a folder with one output, the reward, read off the last token that is not padding."""
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(
+        path,
+        num_labels=1,
+        dtype=cfg.dtype,
+        attn_implementation=cfg.attn_implementation,
+        trust_remote_code=cfg.trust_remote_code,
+    )
+    model.config.pad_token_id = tokenizer.pad_token_id
+    return model
+
+
+def accumulation(cfg: Any) -> int:
+    """Micro-batches per optimizer step. Raises UserError, with the arithmetic, when they don't divide."""
+    world, micro = max(1, cfg.learner.num_workers), cfg.learner.samples_per_device_batch
+    rows = cfg.learner.samples_per_step
+    if rows % (world * micro):
+        best = max(1, rows // (world * micro)) * world * micro
+        raise UserError(
+            "a step's samples do not divide into the workers' micro-batches",
+            given=f"learner.samples_per_step={rows} = {world} worker(s) x learner.samples_per_device_batch="
+            f"{micro} x {rows / (world * micro):g} accumulation steps",
+            allowed=f"whole accumulation steps: multiples of {world * micro}",
+            fix=f"set learner.samples_per_step={best}, or learner.samples_per_device_batch to a divisor of "
+            f"{rows // world}",
+        )
+    return rows // (world * micro)
+
+
+def check_tokens(tokenizer: Any, where: str) -> None:
+    """Raise UserError for a tokenizer that cannot end or pad a sequence."""
+    for name, use in (("eos", "end a completion"), ("pad", "fill up a batch")):
+        if getattr(tokenizer, f"{name}_token_id") is None:
+            have = [
+                t for t in (tokenizer.eos_token, tokenizer.pad_token, tokenizer.unk_token) if t is not None
+            ]
+            raise UserError(
+                f"the tokenizer has no {name} token, so it cannot {use}",
+                given=where,
+                allowed=f"a tokenizer with pad and eos tokens; it has {have or 'no special tokens'}",
+                fix=f"set model.{name}_token=<a token of its vocabulary>",
+            )
+
+
+def lora(cfg: Any, kind: str) -> Any:
+    """peft's LoraConfig of `model.peft`; None without one. Raises UserError for settings it refuses."""
+    if not cfg.model.peft:
+        return None
+    import peft
+
+    task = "SEQ_CLS" if kind == "reward_model" else "CAUSAL_LM"
+    try:
+        return peft.LoraConfig(task_type=task, **dict(cfg.model.peft))
+    except (TypeError, ValueError) as error:
+        raise UserError(f"peft refuses model.peft: {error}", given=dict(cfg.model.peft)) from error
+
+
+def named_callbacks(paths: Sequence[str]) -> list[Any]:
+    """transformers' callback classes by `package.module.Class`. Raises UserError for what is none."""
+    found = []
+    for path in paths:
+        module, _, name = path.replace(":", ".").rpartition(".")
+        try:
+            cls = getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise UserError(
+                f"the callback {path} can't be loaded: {error}", allowed="package.module.Class"
+            ) from error
+        if not (isinstance(cls, type) and issubclass(cls, transformers.TrainerCallback)):
+            raise UserError(
+                f"{path} is not a callback", given=cls, allowed="a subclass of transformers.TrainerCallback"
+            )
+        found.append(cls)
+    return found
+
+
+def quiet() -> None:
+    """The run reports; the libraries' own bars and tables would say it twice."""
+    datasets.disable_progress_bars()
+    transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
