@@ -87,12 +87,12 @@ class SeamMixin(Host):
     # --- state
 
     def state_tree(self) -> Tree:
-        """Everything the next step depends on, at a step boundary. Every rank must call it."""
+        """Everything the next step depends on, at a step boundary. All ranks call it; rank 0's is whole."""
         return {
             "attempt": self.context.attempt if self.context else 0,
             "world_size": self.accelerator.num_processes,
             "model": learner_state.model_state(self._module()),
-            "optimizer": learner_state.optimizer_state(self._torch_optimizer(), self._names()),
+            "optimizer": self._optimizer_state(),
             "scheduler": learner_state.encode(self.lr_scheduler.state_dict()),
             "trainer": self._trainer_state(),
             "rng": self._gather(learner_state.rng_state()),
@@ -128,16 +128,17 @@ class SeamMixin(Host):
             return super().train(folder, trial, ignore_keys_for_eval)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        pass  # `_prepare_for_training` does it, once model and optimizer stand
+        pass  # `_prepare_for_training` does it
 
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any
     ) -> Any:
-        prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
-        if self._resume is not None:
-            tree = self._resume
+        tree = self._resume
+        if tree is not None:  # before the optimizer takes the weights over
             learner_state.load_model_state(self._module(), tree["model"])
-            learner_state.load_optimizer_state(self._torch_optimizer(), self._names(), tree["optimizer"])
+        prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
+        if tree is not None:
+            self._load_optimizer_state(tree["optimizer"])
             self.lr_scheduler.load_state_dict(learner_state.decode(tree["scheduler"]))
             self._total_train_tokens = tree["tokens"]
             self.load_extra_state(tree["extra"])
@@ -165,19 +166,38 @@ class SeamMixin(Host):
     def _module(self) -> torch.nn.Module:
         return self.accelerator.unwrap_model(self.model)
 
+    def _optimizer_state(self) -> Tree:
+        if self.is_deepspeed_enabled:
+            return {"shards": self._gather(learner_state.zero_state(self._torch_optimizer()))}
+        return learner_state.optimizer_state(self._torch_optimizer(), self._names())
+
+    def _load_optimizer_state(self, state: Tree) -> None:
+        if ("shards" in state) != self.is_deepspeed_enabled:
+            raise UserError(
+                "the checkpoint is of another learner.backend",
+                fix="resume with the backend that the run began with",
+            )
+        if self.is_deepspeed_enabled:
+            part = state["shards"][self.accelerator.process_index]
+            learner_state.load_zero_state(self._torch_optimizer(), part)
+        else:
+            learner_state.load_optimizer_state(self._torch_optimizer(), self._names(), state)
+
     def _names(self) -> dict[int, str]:
         return {id(p): name for name, p in self._module().named_parameters()}
 
     def _torch_optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer inside Accelerate's wrapper; with DeepSpeed it is ZeRO's."""
         return getattr(self.optimizer, "optimizer", self.optimizer)  # type: ignore[return-value]
 
     def _gather(self, value: Any) -> list[Any]:
-        """`value` of every rank."""
+        """`value` of every rank, on rank 0; nothing elsewhere."""
         if self.accelerator.num_processes == 1:
             return [value]
         values: list[Any] = [None] * self.accelerator.num_processes
-        dist.all_gather_object(values, value)
-        return values
+        first = self.accelerator.is_main_process
+        dist.gather_object(value, values if first else None, dst=0)
+        return values if first else []
 
     # --- the step
 

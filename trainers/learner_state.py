@@ -6,6 +6,7 @@ the parameters were spread over processes. Pickles nothing; who writes the tree 
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -81,8 +82,12 @@ def trained(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def model_state(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The trained tensors by name; not copied."""
-    return {name: tensor.detach() for name, tensor in trained(model)}
+    """The trained tensors by name. Copied only where a parameter must be put together from processes."""
+    state = {}
+    for name, tensor in trained(model):
+        with whole(tensor):
+            state[name] = tensor.detach().clone() if hasattr(tensor, "ds_id") else tensor.detach()
+    return state
 
 
 @torch.no_grad()
@@ -92,13 +97,23 @@ def load_model_state(model: nn.Module, state: dict[str, Any]) -> None:
     check_names(mine, state, "parameters")
     for name, tensor in mine.items():
         value = as_tensor(state[name])
-        if value.shape != tensor.shape:
-            raise UserError(
-                f"the checkpoint's parameter {name} has another shape",
-                given=tuple(value.shape),
-                allowed=str(tuple(tensor.shape)),
-            )
-        tensor.copy_(value)
+        with whole(tensor, write=True):
+            if value.shape != tensor.shape:
+                raise UserError(
+                    f"the checkpoint's parameter {name} has another shape",
+                    given=tuple(value.shape),
+                    allowed=str(tuple(tensor.shape)),
+                )
+            tensor.copy_(value)
+
+
+def whole(tensor: torch.Tensor, write: bool = False) -> contextlib.AbstractContextManager[Any]:
+    """A parameter that ZeRO-3 keeps in parts is whole inside, on every process; all must enter."""
+    if not hasattr(tensor, "ds_id"):
+        return contextlib.nullcontext()
+    from deepspeed.zero import GatheredParameters
+
+    return GatheredParameters([tensor], modifier_rank=0 if write else None)
 
 
 def check_names(mine: Any, theirs: Any, what: str) -> None:
@@ -146,6 +161,36 @@ def load_optimizer_state(
         for saved, numbered in zip(state["groups"], own["param_groups"], strict=True)
     ]
     optimizer.load_state_dict({"state": values, "param_groups": groups})
+
+
+def zero_state(optimizer: Any) -> dict[str, Any]:
+    """This process's part of a DeepSpeed ZeRO optimizer: flat float32 weights, their states, settings."""
+    base, flats = optimizer.optimizer, _flat_parts(optimizer)
+    return {
+        "weights": [flat.detach() for flat in flats],
+        "state": [dict(base.state[flat]) if flat in base.state else {} for flat in flats],
+        "groups": [encode({k: v for k, v in group.items() if k != "params"}) for group in base.param_groups],
+    }
+
+
+@torch.no_grad()
+def load_zero_state(optimizer: Any, state: dict[str, Any]) -> None:
+    """Undo of `zero_state`, in the process of the same rank among as many."""
+    base, flats = optimizer.optimizer, _flat_parts(optimizer)
+    for flat, weights, saved in zip(flats, state["weights"], state["state"], strict=True):
+        flat.data.copy_(as_tensor(weights))
+        base.state[flat] = {
+            key: value.to(flat.device) if torch.is_tensor(value) and value.dim() else value
+            for key, value in as_tensors(saved).items()
+        }
+    for group, saved in zip(base.param_groups, state["groups"], strict=True):
+        group.update(decode(saved))
+
+
+def _flat_parts(optimizer: Any) -> list[torch.Tensor]:
+    """The flat float32 weights that stages 3 and 2 step on."""
+    third = getattr(optimizer, "fp32_partitioned_groups_flat", None)
+    return list(optimizer.single_partition_of_fp32_groups if third is None else third)
 
 
 def as_tensors(values: dict[str, Any]) -> dict[str, Any]:

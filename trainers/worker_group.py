@@ -119,7 +119,8 @@ def run_workers(make_learner: MakeLearner, cfg: Any, run: Run) -> None:
             stack.enter_context(local_cluster(cfg.learner.num_workers))
             mailbox = Mailbox.remote()  # type: ignore[attr-defined]
         stack.callback(ray.kill, mailbox)
-        _Driver(mailbox, cfg, run).serve(functools.partial(_work, make_learner, mailbox), scratch)
+        work = functools.partial(_work, make_learner, mailbox, cfg.learner.backend)
+        _Driver(mailbox, cfg, run).serve(work, scratch)
 
 
 class _Driver:
@@ -240,14 +241,16 @@ class _Driver:
         )
 
 
-def _work(make_learner: MakeLearner, mailbox: Any) -> None:
+def _work(make_learner: MakeLearner, mailbox: Any, backend: str) -> None:
     """In every worker: learn from where the driver says."""
-    import torch
     import torch.distributed as dist
     from ray.train import get_context
 
-    if not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    if backend != "ddp":
+        import deepspeed
+
+        # Accelerate leaves this out on CPUs; a model that is loaded in parts must know of the others.
+        deepspeed.init_distributed(dist_backend=dist.get_backend())
     rank, world = get_context().get_world_rank(), get_context().get_world_size()
     client = RemoteRun(mailbox)
     told = [client.ask("start") if rank == 0 else None]
