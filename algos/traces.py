@@ -18,8 +18,10 @@ from torch import nn
 
 from envs.errors import UserError
 from rewards.labels import QueryCounter, ThresholdOracle, prefix_ends, whole_is_safe
+from rewards.offline import check_offline, load_offline
+from rollouts.recorded import LabeledTrajectory
 from rollouts.trajectories import EnvSpec, Episode, Rollout
-from trainers.control import Constraint, ControlAlgorithm
+from trainers.control import Constraint, ControlAlgorithm, env_spec
 from trainers.gru import gru_sequence
 from trainers.multiplier import Multiplier, MultiplierConfig
 from trainers.normalize import RunningMeanStd
@@ -27,7 +29,12 @@ from trainers.normalize import RunningMeanStd
 CREDIT_MAX = 7.0  # one step can lower the log survival by at most this
 EXPONENT_MAX = 80.0  # exp(80) is far above every cut and still finite in float32
 INPUT_CLIP = 8.0  # of the scaled estimator input, in standard deviations (ours)
-LABEL_STREAM, FIT_STREAM, INIT_STREAM = 3, 4, 5  # first words of the seed sequences, beside the engine's
+LABEL_STREAM, FIT_STREAM, INIT_STREAM, OFFLINE_STREAM = (
+    3,
+    4,
+    5,
+    6,
+)  # first words of the seed sequences, beside the engine's
 
 
 # ----------------------------------------------------------------------------------------- the formulas
@@ -71,6 +78,15 @@ def uncertainty(credit_mean: np.ndarray, credit_var: np.ndarray) -> float:
     return float(np.sqrt(credit_var.sum(dtype=np.float64)) / (credit_mean.sum(dtype=np.float64) + 1e-8))
 
 
+@dataclass
+class LabelBatch:
+    """Labels of the prefixes of a batch of trajectories; an estimator's `loss` reads them."""
+
+    index: tuple[torch.Tensor, torch.Tensor]  # last step and trajectory of every prefix
+    labels: torch.Tensor  # of every prefix: 1 safe
+    lengths: torch.Tensor  # (B,) steps of the trajectories
+
+
 class Estimator(nn.Module):
     """The safety-summary-vector model: a GRU over [raw observation; executed action], and a credit decoder.
 
@@ -106,6 +122,11 @@ class Estimator(nn.Module):
         self.input_mean.copy_(torch.from_numpy(inputs.mean(0)))
         self.input_std.copy_(torch.from_numpy(inputs.std(0) + 1e-3))
 
+    @property
+    def summary_size(self) -> int:
+        """Columns of the memory that the policy may see."""
+        return self.config.hidden_size
+
     def summaries(self, x: torch.Tensor) -> torch.Tensor:
         """Top-layer summaries h_1 ... h_T (T, B, H) of raw inputs (T, B, S + A)."""
         scaled = ((x - self.input_mean) / self.input_std).clamp(-INPUT_CLIP, INPUT_CLIP)
@@ -140,6 +161,22 @@ class Estimator(nn.Module):
         if self.config.head == "point":
             return mu, torch.zeros_like(mu)
         return lognormal_mean(mu, log_std), lognormal_var(mu, log_std)
+
+    def loss(self, x: torch.Tensor, batch: LabelBatch, generator: torch.Generator) -> torch.Tensor:
+        """`label_loss` of a batch of trajectories x (T, B, S + A) with one draw of the credits.
+
+        One forward pass gives the losses of all prefixes, because log survival is a cumulative sum.
+        """
+        credit = self.sample(x, generator)
+        return label_loss(torch.cumsum(credit, 0)[batch.index], batch.labels, self.config.class_weight)
+
+    def episode_p_safe(self, total_credit: np.ndarray | float) -> np.ndarray:
+        """P_safe of whole episodes from the sums of their mean credits."""
+        return p_safe(total_credit)
+
+    def runner(self, memory_norm: RunningMeanStd, version: int, active: bool, visible: bool) -> Any:
+        """The cost model that travels to the runners."""
+        return SummaryCostModel(self, memory_norm, version, active, visible)
 
 
 class SummaryCostModel:
@@ -266,6 +303,7 @@ class TracesConfig:
     query_min: int = 4
     query_uncertain_share: float = 0.5  # by coefficient of variation; the rest at random
     lr_scale_active: float = 0.5  # actor's learning rate once the constraint is active
+    offline: str | None = None  # labelled trajectories to pretrain on: our recording, or DSRL's HDF5
     memory_in_policy: bool = True
     estimator: EstimatorConfig = field(default_factory=EstimatorConfig)
 
@@ -337,24 +375,29 @@ class Traces(ControlAlgorithm):
 
     def __init__(self, config: TracesConfig, spec: EnvSpec, seed: int):
         super().__init__(config, spec, seed)
-        self.memory_dim = config.estimator.hidden_size if config.memory_in_policy else 0
         self.oracle = ThresholdOracle(config.budget, config.noise)
         self.multiplier = Multiplier(config.multiplier)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(int(np.random.default_rng((INIT_STREAM, seed)).integers(2**62)))
-            self.estimator = Estimator(spec.obs_dim + spec.action_dim, config.estimator)
+            self.estimator = self.make_estimator(spec)
+        self.memory_dim = self.estimator.summary_size if config.memory_in_policy else 0
         self.optimizer = torch.optim.AdamW(
             self.estimator.parameters(), weight_decay=config.estimator.weight_decay
         )
-        self.memory_norm = RunningMeanStd(config.estimator.hidden_size)
+        self.memory_norm = RunningMeanStd(self.estimator.summary_size)
         self.active, self.version, self.gate_failures = False, 0, 0
         self.labeled: list[Labeled] = []
+        self.offline_count = 0  # how many of them came from a file
         self.queries = QueryCounter()
         self.pool: list[Trajectory] = []  # not yet labelled
         self._recent: deque[float] = deque(maxlen=config.window_episodes)
         self._bias: deque[float] = deque(maxlen=max(1, config.bias_labels))  # label - P_safe, random labels
         self._notices: list[str] = []
         self._refresh()
+
+    def make_estimator(self, spec: EnvSpec) -> Any:
+        """What learns from the labels; see `Estimator` for what is asked of it."""
+        return Estimator(spec.obs_dim + spec.action_dim, self.config.estimator)
 
     @classmethod
     def check(cls, cfg: Any) -> None:
@@ -398,6 +441,8 @@ class Traces(ControlAlgorithm):
         ):
             if not value > 0:
                 raise UserError(f"{name} must be more than 0", given=value, allowed="(0, inf)")
+        if c.offline is not None:
+            read_offline(c, env_spec(cfg), cfg.run.seed)
 
     @classmethod
     def describe(cls, cfg: Any) -> list[str]:
@@ -409,11 +454,32 @@ class Traces(ControlAlgorithm):
             f"{prefixes} labels a trajectory (a prefix every {c.slice_steps} steps), noise {c.noise:g}",
         ]
 
+    def begin(self, run: Any, resumed: bool) -> None:
+        """Pretrain on the offline trajectories. The constraint is active at once if the gate is passed."""
+        c = self.config
+        if resumed or c.offline is None:
+            return
+        found = read_offline(c, self.spec, self.seed)
+        self.labeled = [
+            Labeled(np.concatenate([t.obs, t.actions], 1), t.ends, t.labels.astype(np.float32)) for t in found
+        ]
+        self.offline_count = len(found)
+        self.estimator.fit_scaling(np.concatenate([x.inputs for x in self.labeled]))
+        e = c.estimator
+        loss = self._fit(e.pretrain_updates, e.pretrain_lr, 0.0, 0, stream=OFFLINE_STREAM)
+        unsafe = sum(x.labels[-1] == 0 for x in self.labeled)
+        self._notices.append(
+            f"pretrained on {len(found)} trajectories of {c.offline} ({unsafe} unsafe), loss {loss:.3f}"
+        )
+        self._pass_gate(tries=None)
+        self._refresh()
+
     def constrain(self, rollout: Rollout) -> Constraint:
         """Step the multiplier by limit - P_safe; the learned mean credits are the costs."""
         if not self.active:
             return Constraint(np.zeros(rollout.shape, np.float32), 0.0)
-        self._recent.extend(p_safe(rollout.episode_sums(rollout.model_cost, rollout.episodes())))
+        sums = rollout.episode_sums(rollout.model_cost, rollout.episodes())
+        self._recent.extend(self.estimator.episode_p_safe(sums))
         if self._recent:
             self.multiplier.update(self._violation())
         return Constraint(rollout.model_cost, self.multiplier.value)
@@ -428,6 +494,7 @@ class Traces(ControlAlgorithm):
         return float(np.clip(np.mean(self._recent) + bias, 0.0, 1.0))
 
     def _violation(self) -> float:
+        """What the multiplier follows: positive while P_safe misses the limit."""
         missing = self.config.p_safe_limit - self.corrected_p_safe()
         if missing >= 0:
             return missing
@@ -441,7 +508,8 @@ class Traces(ControlAlgorithm):
         rng = np.random.default_rng((LABEL_STREAM, self.seed, iteration))
         loss = None
         if self.active:
-            self.memory_norm.update(rollout.memory[..., -self.config.estimator.hidden_size :])
+            if size := self.estimator.summary_size:
+                self.memory_norm.update(rollout.memory[..., -size:])
             loss = self._query_and_retrain(rng, iteration)
         else:
             loss = self._warm_up(rng, iteration, len(fresh))
@@ -452,7 +520,12 @@ class Traces(ControlAlgorithm):
         at = (slice(e.start, e.end), e.env)
         inputs = np.concatenate([rollout.obs[:-1][at], rollout.executed[at]], -1)
         mean, var = rollout.model_cost[at], rollout.model_cost_var[at]
-        return Trajectory(inputs, costs[at], e.terminated, uncertainty(mean, var), float(p_safe(mean.sum())))
+        score = float(self.estimator.episode_p_safe(mean.sum()))
+        return Trajectory(inputs, costs[at], e.terminated, self._doubt(inputs, mean, var, score), score)
+
+    def _doubt(self, inputs: np.ndarray, mean: np.ndarray, var: np.ndarray, score: float) -> float:
+        """How much a label of this episode would tell; the share of queries by doubt takes the largest."""
+        return uncertainty(mean, var)
 
     # -- labels
 
@@ -475,7 +548,7 @@ class Traces(ControlAlgorithm):
         for trajectory in self._take(rng.choice(newest, min(c.warmup_labels, fresh), replace=False)):
             self._label(trajectory, rng)
         self.pool = self.pool[-(c.start_iterations * max(1, fresh)) :]
-        whole = [x.labels[-1] for x in self.labeled]
+        whole = [x.labels[-1] for x in self.labeled[self.offline_count :]]
         recent = whole[-c.start_window :]
         if len(recent) < c.start_window or 1.0 - np.mean(recent) < c.start_unsafe_share:
             if len(set(whole)) < 2 and iteration % 20 == 19:
@@ -493,14 +566,14 @@ class Traces(ControlAlgorithm):
         if self.gate_failures == 0:
             self.estimator.fit_scaling(np.concatenate([x.inputs for x in self.labeled]))
         loss = self._fit(c.estimator.pretrain_updates, c.estimator.pretrain_lr, 0.0, iteration)
-        self._pass_gate()
+        self._pass_gate(c.gate_tries)
         return loss
 
     def _both_classes(self) -> bool:
         return len({float(x.labels[-1]) for x in self.labeled}) == 2
 
-    def _pass_gate(self) -> None:
-        """Go active if the held-out trajectories are scored as labelled, or after the last try."""
+    def _pass_gate(self, tries: int | None) -> None:
+        """Go active if the held-out trajectories are scored as labelled, or after the last of `tries`."""
         c, scores = self.config, self.held_out_scores()
         safe, unsafe = scores["safe"], scores["unsafe"]
         good = (safe is None or safe >= c.gate_safe * (1 - c.noise)) and (
@@ -508,16 +581,17 @@ class Traces(ControlAlgorithm):
         )
         self.gate_failures += not good
         text = f"held-out P_safe: {_show(safe)} on safe, {_show(unsafe)} on unsafe trajectories"
-        if not good and self.gate_failures < c.gate_tries:
+        if not good and (tries is None or self.gate_failures < tries):
             self._notices.append(f"calibration gate not passed ({text}); more labels, then another try")
             return
         self._notices.append(
-            f"constraint active after {self.queries.trajectories} labelled trajectories; {text}"
-            + ("" if good else f"; the gate was not passed in {c.gate_tries} tries")
+            f"constraint active after {len(self.labeled)} labelled trajectories; {text}"
+            + ("" if good else f"; the gate was not passed in {tries} tries")
         )
         self.active, self.lr_scale, self.pool = True, c.lr_scale_active, []
-        for x in self.labeled:
-            self.memory_norm.update(self._summaries(x.inputs))
+        if self.estimator.summary_size:
+            for x in self.labeled:
+                self.memory_norm.update(self._summaries(x.inputs))
 
     def _summaries(self, inputs: np.ndarray) -> np.ndarray:
         """Top summaries (L, H) along one trajectory."""
@@ -543,14 +617,15 @@ class Traces(ControlAlgorithm):
 
     # -- the fit
 
-    def _fit(self, updates: int, lr: float, recent_share: float, iteration: int) -> float:
-        """`updates` AdamW steps on `label_loss`; a share of each batch comes from the newest labels.
+    def _fit(
+        self, updates: int, lr: float, recent_share: float, iteration: int, stream: int = FIT_STREAM
+    ) -> float:
+        """`updates` AdamW steps on the estimator's loss; a share of each batch comes from the newest labels.
 
-        One forward pass gives the losses of all prefixes, because log survival is a cumulative sum.
         Returns the mean loss of the last 20 updates. Raises UserError when the loss is not finite.
         """
         e = self.config.estimator
-        rng = np.random.default_rng((FIT_STREAM, self.seed, iteration))
+        rng = np.random.default_rng((stream, self.seed, iteration))
         generator = torch.Generator().manual_seed(int(rng.integers(2**62)))
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -563,9 +638,8 @@ class Traces(ControlAlgorithm):
             chosen = np.concatenate(
                 [rng.choice(recent, n_recent, replace=False), rng.choice(everything, n_all, replace=False)]
             ).astype(int)
-            x, index, labels = _pad([self.labeled[i] for i in chosen])
-            credit = self.estimator.sample(x, generator)
-            loss = label_loss(torch.cumsum(credit, 0)[index], labels, e.class_weight)
+            x, batch = _pad([self.labeled[i] for i in chosen])
+            loss = self.estimator.loss(x, batch, generator)
             if not torch.isfinite(loss):
                 raise UserError(
                     f"the estimator's loss is not finite in iteration {iteration}",
@@ -592,13 +666,14 @@ class Traces(ControlAlgorithm):
         with torch.no_grad():
             for x in held:
                 credit, _ = self.estimator.credit(torch.from_numpy(x.inputs)[:, None])
-                scores["safe" if x.labels[-1] else "unsafe"].append(float(p_safe(float(credit.sum()))))
+                score = self.estimator.episode_p_safe(float(credit.sum()))
+                scores["safe" if x.labels[-1] else "unsafe"].append(float(score))
         return {k: float(np.mean(v)) if v else None for k, v in scores.items()}
 
     def _refresh(self) -> None:
         """Renew the version that the next weights carry."""
-        self.cost_model = SummaryCostModel(
-            self.estimator, self.memory_norm, self.version, self.active, self.config.memory_in_policy
+        self.cost_model = self.estimator.runner(
+            self.memory_norm, self.version, self.active, self.config.memory_in_policy
         )
 
     def _metrics(self, fresh: list[Trajectory], loss: float | None) -> dict[str, Any]:
@@ -637,6 +712,7 @@ class Traces(ControlAlgorithm):
                 "active": self.active,
                 "version": self.version,
                 "gate_failures": self.gate_failures,
+                "offline": self.offline_count,
                 "lr_scale": self.lr_scale,
             },
             "queries": vars(self.queries).copy(),
@@ -670,7 +746,7 @@ class Traces(ControlAlgorithm):
         self.multiplier.load_state_dict(state["multiplier"])
         phase = state["phase"]
         self.active, self.version, self.lr_scale = phase["active"], phase["version"], phase["lr_scale"]
-        self.gate_failures = phase["gate_failures"]
+        self.gate_failures, self.offline_count = phase["gate_failures"], phase["offline"]
         self.queries = QueryCounter(**state["queries"])
         self._recent.extend(state["recent_p_safe"])
         self._bias.extend(state["bias"])
@@ -698,16 +774,28 @@ class Traces(ControlAlgorithm):
         self._refresh()
 
 
-def _pad(batch: list[Labeled]) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """Ragged trajectories as (T, B, S + A), with the (step, trajectory) index and label of every prefix."""
-    longest = max(len(x.inputs) for x in batch)
+def read_offline(c: TracesConfig, spec: EnvSpec, seed: int) -> list[LabeledTrajectory]:
+    """The trajectories of `algo.offline`, which fit this environment and hold both classes, or UserError."""
+    assert c.offline is not None
+    oracle, rng = ThresholdOracle(c.budget, c.noise), np.random.default_rng((OFFLINE_STREAM, seed))
+    found = load_offline(c.offline, c.slice_steps, oracle, rng)
+    sizes = {"obs_dim": spec.obs_dim, "action_dim": spec.action_dim, "horizon": spec.horizon}
+    check_offline(found, path=c.offline, slice_steps=c.slice_steps, **sizes)
+    return found
+
+
+def _pad(batch: list[Labeled]) -> tuple[torch.Tensor, LabelBatch]:
+    """Ragged trajectories as (T, B, S + A), with the labels of their prefixes."""
+    lengths = [len(x.inputs) for x in batch]
+    longest = max(lengths)
     x = np.zeros((longest, len(batch), batch[0].inputs.shape[1]), np.float32)
     for b, item in enumerate(batch):
         x[: len(item.inputs), b] = item.inputs
     steps = np.concatenate([item.ends - 1 for item in batch])
     columns = np.repeat(np.arange(len(batch)), [len(item.ends) for item in batch])
     labels = np.concatenate([item.labels for item in batch])
-    return torch.from_numpy(x), (torch.from_numpy(steps), torch.from_numpy(columns)), torch.from_numpy(labels)
+    index = torch.from_numpy(steps), torch.from_numpy(columns)
+    return torch.from_numpy(x), LabelBatch(index, torch.from_numpy(labels), torch.tensor(lengths))
 
 
 def _stack(parts: list[np.ndarray]) -> np.ndarray:

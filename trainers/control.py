@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 import time
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ from envs.make import check_env_config, env_has_cost, make_env
 
 if TYPE_CHECKING:
     from rollouts.collect import CostModel
-    from rollouts.trajectories import EnvSpec, Rollout
+    from rollouts.trajectories import EnvSpec, Episode, Rollout
     from trainers.run import Run
 
 
@@ -111,6 +112,9 @@ class ControlAlgorithm:
     def describe(cls, cfg: Any) -> list[str]:
         """Lines of derived arithmetic and caveats, printed before the run."""
         return []
+
+    def begin(self, run: Run, resumed: bool) -> None:
+        """Called once before the first iteration; after `load_state_dict` when the run is taken up again."""
 
     def constrain(self, rollout: Rollout) -> Constraint:
         """Per-step costs and multiplier for this update. `rollout.costs` is None unless uses_true_cost."""
@@ -287,6 +291,9 @@ def train(cfg: Any, run: Run) -> None:
             if saved is not None:
                 engine.load_state_tree(saved[1])
             run.resume_at(engine.step_number)  # 0 without a checkpoint: the run starts over
+        algorithm.begin(run, resumed=saved is not None)
+        for sentence in algorithm.notices():
+            run.event(sentence)
         _iterate(cfg, run, engine, algorithm)
 
 
@@ -362,16 +369,52 @@ def evaluate(
     Returns arrays over exactly `episodes` episodes: episode_return, episode_cost (true), episode_length and
     episode_model_cost (sum of the learned cost; zeros without one).
     """
+    sums: dict[str, list[float]] = {
+        f"episode_{name}": [] for name in ("return", "cost", "length", "model_cost")
+    }
+    for rollout, e in _episodes(cfg, state, episodes, deterministic, seed):
+        sums["episode_length"].append(float(len(e)))
+        for name, values in (
+            ("return", rollout.rewards),
+            ("cost", rollout.costs),
+            ("model_cost", rollout.model_cost),
+        ):
+            sums[f"episode_{name}"] += list(rollout.episode_sums(values, [e]))
+    return {name: np.array(values) for name, values in sums.items()}
+
+
+def play(
+    cfg: Any, state: dict[str, Any], *, episodes: int, deterministic: bool, seed: int
+) -> list[dict[str, Any]]:
+    """Exactly `episodes` whole episodes of a checkpoint's policy, each as arrays by name.
+
+    obs (L, D), actions (L, A) as executed, rewards (L,), costs (L,; true), and terminated: a bool.
+    """
+    found: list[dict[str, Any]] = []
+    for rollout, e in _episodes(cfg, state, episodes, deterministic, seed):
+        assert rollout.costs is not None
+        arrays = {
+            "obs": rollout.obs,
+            "actions": rollout.executed,
+            "rewards": rollout.rewards,
+            "costs": rollout.costs,
+        }
+        steps = {name: values[e.start : e.end, e.env].copy() for name, values in arrays.items()}
+        found.append({**steps, "terminated": e.terminated})
+    return found
+
+
+def _episodes(
+    cfg: Any, state: dict[str, Any], episodes: int, deterministic: bool, seed: int
+) -> Iterator[tuple[Rollout, Episode]]:
+    """Whole episodes, each in its rollout, played in this process."""
     from rollouts.collect import EVALUATION_STREAM, collect
 
     _at_least("episodes", episodes, 1)
     actor = load_actor(cfg, state)
-    num_envs = min(cfg.rollout.num_envs, episodes)
-    envs = [make_env(cfg.env) for _ in range(num_envs)]
-    names = ("episode_return", "episode_cost", "episode_length", "episode_model_cost")
-    found: dict[str, list[float]] = {name: [] for name in names}
-    iteration = 0
-    while len(found["episode_return"]) < episodes:
+    envs = [make_env(cfg.env) for _ in range(min(cfg.rollout.num_envs, episodes))]
+    iteration, left = 0, episodes
+    while left:
         rollout = collect(
             envs,
             actor.policy,
@@ -384,14 +427,11 @@ def evaluate(
         )
         iteration += 1
         # One episode an environment: later ones in the same window would favour short episodes.
-        firsts = [e for e in rollout.episodes() if e.start == 0]
-        found["episode_return"] += list(rollout.episode_sums(rollout.rewards, firsts))
-        found["episode_cost"] += list(rollout.episode_sums(rollout.costs, firsts))
-        found["episode_length"] += [float(len(e)) for e in firsts]
-        found["episode_model_cost"] += list(rollout.episode_sums(rollout.model_cost, firsts))
+        firsts = [e for e in rollout.episodes() if e.start == 0][:left]
+        left -= len(firsts)
+        yield from ((rollout, e) for e in firsts)
     for env in envs:
         env.close()
-    return {name: np.array(values[:episodes]) for name, values in found.items()}
 
 
 def render_episode(
