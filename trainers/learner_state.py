@@ -111,7 +111,7 @@ def whole(tensor: torch.Tensor, write: bool = False) -> contextlib.AbstractConte
     """A parameter that ZeRO-3 keeps in parts is whole inside, on every process; all must enter."""
     if not hasattr(tensor, "ds_id"):
         return contextlib.nullcontext()
-    from deepspeed.zero import GatheredParameters
+    from deepspeed.runtime.zero import GatheredParameters
 
     return GatheredParameters([tensor], modifier_rank=0 if write else None)
 
