@@ -16,6 +16,7 @@ from evaluators.statistics import Summary, mean_summary, rate_summary
 from evaluators.video import Rendering
 from trainers.checkpoint import write_error
 from trainers.config import engine_of, typed
+from trainers.files import replace_file
 from trainers.run import Run
 
 LABELS = {"episode_return": "return", "episode_cost": "cost (true)", "violation_rate": "violation rate"}
@@ -74,7 +75,7 @@ def evaluate_run(
             result["video_problem"] = problem
     path = run.path / "evaluation.json"
     try:
-        path.write_text(json.dumps(result, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        replace_file(path, json.dumps(result, indent=2, allow_nan=False) + "\n")
     except OSError as error:
         raise write_error(
             error, "the evaluation", path, "make room or restore access, then repeat"

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from evaluators.statistics import mean_summary
-from trainers.curves import COLORS, LIMIT_COLOR
+from trainers.curves import COLORS, LIMIT_COLOR, keep_matplotlib_out_of_home
 from trainers.metrics import read_metrics
 
 LATE_STEPS = 20  # of the last learner steps, whose training cost is averaged
@@ -95,6 +95,7 @@ def _spread(values: list[float], form: str) -> str:
 
 def _figure(folder: Path, rows: list[dict[str, Any]], arms: Sequence[str]) -> None:
     """Return and true cost against env steps: a thin line a run, a thick one for the mean over seeds."""
+    keep_matplotlib_out_of_home()
     import matplotlib
 
     matplotlib.use("Agg")

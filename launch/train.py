@@ -1,7 +1,7 @@
 """Train: `python launch/train.py algo=<algorithm> env=<kind> [<section>.<setting>=<value> ...]`, or --help.
 
-Exit codes: 0 done; 2 wrong input, told without a traceback; 130 or 143 stopped by Ctrl-C or SIGTERM after
-a checkpoint; 1 anything else, with its traceback.
+Exit codes: 0 done; 2 wrong input, told without a traceback; 130, 143 or 129 stopped by Ctrl-C, SIGTERM or a
+closed terminal after a checkpoint; 1 anything else, with its traceback.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from trainers.config import TrainConfig
     from trainers.run import Run
 
-EXIT_CODES = {"SIGINT": 130, "SIGTERM": 143}
+EXIT_CODES = {"SIGINT": 130, "SIGTERM": 143, "SIGHUP": 129}
 EPISODES = 32  # of the evaluation that ends a run
 
 
@@ -97,6 +97,8 @@ def job(cfg: DictConfig, given: Mapping[str, str]) -> int:
         return refuse(error)
     print("\n".join([f"{run.path}: {settings.algo.name} on {settings.env.id}", *lines]), flush=True)
     code = train(settings, engine, run, given)
+    if code:
+        report(run)
     return code or evaluate(run)
 
 
@@ -140,9 +142,10 @@ def train(settings: TrainConfig, engine: Any, run: Run, given: Mapping[str, str]
         with run:
             try:
                 engine.train(settings, run)
-            except SystemExit:  # how Ray answers a SIGTERM while it starts
-                run.finish("stopped", "SIGTERM")
-                return stopped("SIGTERM", how_to_continue(settings, run, given))
+            except SystemExit:  # a signal during the start, answered by us or by Ray
+                early = run.stopped_by or "SIGTERM"
+                run.finish("stopped", early)
+                return stopped(early, how_to_continue(settings, run, given))
             reason = run.should_stop()
     except KeyboardInterrupt:
         reason = "SIGINT"
@@ -178,13 +181,26 @@ def evaluate(run: Run) -> int:
     return 0
 
 
+def report(run: Run) -> None:
+    """The report of a run that ended before its plan was done, if there is something to show."""
+    from trainers.report import write_report
+    from trainers.run import read_metrics
+
+    try:
+        if read_metrics(run.path):
+            print(f"report: {write_report(run.path)}")
+    except (UserError, KeyboardInterrupt) as error:
+        print(f"There is no report of what was done. {error or 'Ctrl-C'}", file=sys.stderr)
+
+
 def write_notes(run: Run, lines: Sequence[str]) -> None:
     """notes.json: what the report says about the run beside its numbers."""
     from trainers.checkpoint import write_error
+    from trainers.files import replace_file
 
     path = run.path / "notes.json"
     try:
-        path.write_text(json.dumps(lines, indent=2) + "\n", encoding="utf-8")
+        replace_file(path, json.dumps(lines, indent=2) + "\n")
     except OSError as error:
         raise write_error(
             error, "the notes", path, "make room or restore access there, then repeat"
@@ -233,7 +249,7 @@ def user_error(error: BaseException) -> UserError | None:
 
 def refuse(error: BaseException) -> int:
     """Print a user's error; exit code 2."""
-    print(user_error(error), file=sys.stderr)
+    print(user_error(error), *getattr(error, "__notes__", []), sep="\n", file=sys.stderr)
     return 2
 
 

@@ -5,7 +5,7 @@ Pure of Ray and torch: a remote env runner, the driver and the evaluator all cal
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,6 +16,10 @@ from rollouts.trajectories import Rollout
 
 OBS_CLIP = 5.0  # normalised observations are clipped to +-5 standard deviations
 ROLLOUT_STREAM, EVALUATION_STREAM = 0, 1  # first word of the seed sequences: never the same noise twice
+
+
+class Interrupted(Exception):
+    """Collecting was asked to stop in the middle; what it had is gone, and it can be drawn again."""
 
 
 class CostModel(Protocol):
@@ -97,12 +101,14 @@ def collect(
     version: tuple[int, int] = (0, 0),
     deterministic: bool = False,
     stream: int = ROLLOUT_STREAM,
+    should_stop: Callable[[], Any] = lambda: None,
 ) -> Rollout:
     """Reset every environment and take `steps` steps in each.
 
     Environment e's reset and noise come from a generator seeded by (stream, seed, iteration, first_env + e)
     alone, so what it draws depends neither on its neighbours nor on earlier iterations.
-    deterministic=True plays the mean action. Raises UserError when the environment returns NaN.
+    deterministic=True plays the mean action. Raises UserError when the environment returns NaN, and
+    Interrupted once `should_stop()` is true.
     """
     n = len(envs)
     action_dim = len(policy.log_std)
@@ -122,12 +128,15 @@ def collect(
     terminated, truncated = (np.zeros((steps, n), bool) for _ in range(2))
     final_index, final_obs, final_memory = [], [], []
     for t in range(steps):
+        if should_stop():
+            raise Interrupted
         means[t] = policy.mean(cost_model.augment(policy.normalize(obs[t]), h))
         actions[t] = means[t] + noise[t]
         executed[t] = policy.to_env(actions[t])
         model_cost[t], model_cost_var[t], h = cost_model.step(obs[t], executed[t], h)
+        sent = executed[t].copy()  # an environment may keep its action, and change it
         for e, env in enumerate(envs):
-            o, rewards[t, e], terminated[t, e], truncated[t, e], info = env.step(executed[t, e])
+            o, rewards[t, e], terminated[t, e], truncated[t, e], info = env.step(sent[e])
             costs[t, e] = info["cost"]
             if terminated[t, e] or truncated[t, e]:
                 final_index.append((t, e))

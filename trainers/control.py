@@ -266,7 +266,9 @@ def env_spec(cfg: Any) -> EnvSpec:
 def train(cfg: Any, run: Run) -> None:
     """The whole loop: iterate, report, checkpoint, stop when asked. Resumes when `run` has a checkpoint.
 
-    Raises UserError for what the user can mend; the run's last checkpoint stays whole in every case.
+    Raises UserError for what the user can mend. What ends the run while it samples (a signal, an
+    environment's NaN, lost workers) leaves a checkpoint of the last whole iteration; what ends it in an
+    update leaves the checkpoints that are there.
     """
     from trainers.display import HeadlineItem
     from trainers.ray_cluster import local_cluster
@@ -286,6 +288,7 @@ def train(cfg: Any, run: Run) -> None:
             from trainers.control_rllib import build_engine
 
             engine = build_engine(cfg, spec, algorithm)
+            engine.should_stop = lambda: run.stopped_by
             stack.callback(engine.stop)
             saved = run.latest()
             if saved is not None:
@@ -299,20 +302,33 @@ def train(cfg: Any, run: Run) -> None:
 
 def _iterate(cfg: Any, run: Run, engine: Any, algorithm: ControlAlgorithm) -> None:
     iterations, saved_at = planned_iterations(cfg), engine.step_number
-    while engine.step_number < iterations and not run.should_stop():
-        engine.train()
-        report = engine.last_report
-        if engine.first_env_step_time is not None and engine.step_number == 1:
-            report["first_env_step_seconds"] = engine.first_env_step_time - _process_start()
-        run.report(engine.step_number, report)
-        for sentence in engine.notices + algorithm.notices():
-            run.event(sentence)
-        engine.notices.clear()
-        if engine.step_number % cfg.run.checkpoint_every == 0:
-            run.checkpoint(engine.step_number, engine.state_tree())
-            saved_at = engine.step_number
+    try:
+        while engine.step_number < iterations and not run.should_stop():
+            before = engine.step_number
+            engine.train()
+            if engine.step_number == before:  # a signal came while it sampled
+                break
+            report = engine.last_report
+            if engine.first_env_step_time is not None and engine.step_number == 1:
+                report["first_env_step_seconds"] = engine.first_env_step_time - _process_start()
+            run.report(engine.step_number, report)
+            for sentence in engine.notices + algorithm.notices():
+                run.event(sentence)
+            engine.notices.clear()
+            if engine.step_number % cfg.run.checkpoint_every == 0:
+                run.checkpoint(engine.step_number, engine.state_tree())
+                saved_at = engine.step_number
+    except Exception as error:
+        if not engine.updating and run.last_step == engine.step_number > saved_at:
+            try:
+                run.checkpoint(engine.step_number, engine.state_tree())
+            except UserError as second:
+                error.add_note(str(second))
+        raise
     if engine.step_number != saved_at:
         run.checkpoint(engine.step_number, engine.state_tree())
+    if reason := run.should_stop():
+        run.finish("stopped", reason)
 
 
 def _process_start() -> float:

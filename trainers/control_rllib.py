@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import logging
 import shutil
+import signal
 import tempfile
 import time
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
@@ -29,13 +31,15 @@ from ray.rllib.env.single_agent_env_runner import SingleAgentEnvRunner
 
 from envs.errors import UserError
 from envs.make import make_env
-from rollouts.collect import GaussianPolicy, collect
+from rollouts.collect import GaussianPolicy, Interrupted, collect
 from rollouts.trajectories import EnvSpec, Rollout, concatenate
 from trainers.normalize import RunningMeanStd
 from trainers.ppo import ActorCritics, Columns, gae, mixed_advantage, policy_arrays, ppo_update
+from trainers.ray_cluster import STOP_SIGNALS, lost_daemon
 from trainers.weights import Weights, checksum
 
 GRACE_S = 3.0  # for env runners to close their environments at the end
+LOOK_S = 0.5  # how often the learner, while it waits for env runners, looks whether it should stop
 UPDATE_STREAM = 2  # first word of the minibatch shuffles' seed, beside rollouts.collect's streams
 
 
@@ -67,6 +71,8 @@ class ControlEnvRunner(SingleAgentEnvRunner):
     """Samples one shard of an iteration into preallocated arrays."""
 
     def make_env(self) -> None:
+        # Blocked in all that Ray starts; an environment may end its own processes by them.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         control = self.config.control
         self.num_envs = -(-control.rollout.num_envs // max(1, control.rollout.num_env_runners))
         self.env = EnvList(control.env, self.config.env_spec, self.num_envs)
@@ -75,7 +81,9 @@ class ControlEnvRunner(SingleAgentEnvRunner):
         spaces = (self.env.observation_space, self.env.action_space)
         return {INPUT_ENV_SPACES: spaces, INPUT_ENV_SINGLE_SPACES: spaces, DEFAULT_MODULE_ID: spaces}
 
-    def sample(self, *, shard: int, envs: range, iteration: int, weights: Any, steps: int):
+    def sample(
+        self, *, shard: int, envs: range, iteration: int, weights: Any, steps: int, should_stop=lambda: None
+    ):
         """Environments `envs` for `steps` steps under `weights`.
 
         Returns (shard, rollout, wall-clock time of the first step). Raises UserError for NaN, and
@@ -93,6 +101,7 @@ class ControlEnvRunner(SingleAgentEnvRunner):
             iteration=iteration,
             first_env=envs.start,
             version=weights.version,
+            should_stop=should_stop,
         )
         self._weights_seq_no = weights.version[1]
         self.num_env_steps_sampled_lifetime += rollout.rewards.size
@@ -301,7 +310,7 @@ class ControlEngine(Algorithm):
     def cleanup(self) -> None:
         # RLlib's own would wait for every runner, also for one that hangs.
         manager = self.env_runner_group._worker_manager
-        runners = list(manager.actors().values())
+        runners = [] if lost_daemon() else list(manager.actors().values())
         if runners:
             ray.wait([r.stop.remote() for r in runners], num_returns=len(runners), timeout=GRACE_S)
         for runner in runners:
@@ -318,21 +327,28 @@ class ControlEngine(Algorithm):
         self.env_runner_restarts = 0
         self.notices: list[str] = []
         self.last_report: dict[str, Any] = {}
+        self.should_stop: Callable[[], Any] = lambda: None
+        self.updating = False
 
     @property
     def learner(self) -> ControlLearner:
         return self.learner_group._learner
 
     def training_step(self) -> None:
+        """One iteration. Leaves everything as it was if `should_stop()` comes true while it samples."""
         control, algorithm, learner = self.config.control, self.algorithm, self.learner
         clock = time.perf_counter()
         weights = Weights(
             version=(self.attempt, self.step_number), policy=learner.policy(), cost_model=algorithm.cost_model
         ).seal()
-        rollout = self._sample(weights)
+        try:
+            rollout = self._sample(weights)
+        except Interrupted:
+            return
         if rollout.version != weights.version:
             raise RuntimeError(f"asked for samples of weights {weights.version}, got {rollout.version}")
         sampled = time.perf_counter()
+        self.updating = True  # until its end the state is of no whole iteration
         hidden_costs = rollout.costs
         if not algorithm.uses_true_cost:
             rollout.costs = None
@@ -350,6 +366,7 @@ class ControlEngine(Algorithm):
         own = algorithm.after_step(rollout, hidden_costs, self.step_number)
         self.step_number += 1
         self.env_steps += rollout.rewards.size
+        self.updating = False
         episodes = rollout.episodes()
         returns, costs = (
             rollout.episode_sums(rollout.rewards, episodes),
@@ -375,17 +392,24 @@ class ControlEngine(Algorithm):
         }
 
     def _sample(self, weights: Weights) -> Rollout:
-        """One iteration's rollout; a dead runner is replaced and its shard drawn again, identically."""
+        """One iteration's rollout; a dead runner is replaced and its shard drawn again, identically.
+
+        Raises Interrupted once `should_stop()` is true, and UserError when runners are late, cannot be
+        replaced, or Ray itself is gone.
+        """
         control = self.config.control
         r = control.rollout
         steps = r.steps_per_env or self.config.env_spec.horizon
         shards = split_envs(r.num_envs, r.num_env_runners)
         common = {"iteration": self.step_number, "steps": steps}
         if not r.num_env_runners:
-            _, rollout, started = self.env_runner.sample(shard=0, envs=shards[0], weights=weights, **common)
+            _, rollout, started = self.env_runner.sample(
+                shard=0, envs=shards[0], weights=weights, should_stop=self.should_stop, **common
+            )
             self.first_env_step_time = self.first_env_step_time or started
             return rollout
         runners = self.env_runner_group._worker_manager.actors()
+        self._check_cluster()
         reference, done = ray.put(weights), {}
         restarting: set[int] = set()
 
@@ -396,8 +420,11 @@ class ControlEngine(Algorithm):
         deadline = time.monotonic() + r.timeout_s
         while asked:
             left = deadline - time.monotonic()
-            ready, _ = ray.wait(list(asked), timeout=max(0.0, left))
-            if not ready or left < 0:
+            ready, _ = ray.wait(list(asked), timeout=min(LOOK_S, max(0.0, left)))
+            if self.should_stop():
+                raise Interrupted
+            self._check_cluster()
+            if left <= 0:
                 raise UserError(
                     f"the learner waited {r.timeout_s:g} s for env runners "
                     f"{sorted(i + 1 for i in asked.values())} in iteration {self.step_number}",
@@ -405,6 +432,8 @@ class ControlEngine(Algorithm):
                     + (f"; of them dead and starting again: {sorted(restarting)}" if restarting else ""),
                     fix="look for a hanging environment or a busy node, or raise rollout.timeout_s",
                 )
+            if not ready:
+                continue
             i = asked.pop(ready[0])
             try:
                 _, done[i], started = ray.get(ready[0])
@@ -430,6 +459,15 @@ class ControlEngine(Algorithm):
                     fix="look at the node's memory and at the environment, then resume the run",
                 ) from error
         return concatenate([done[i] for i in range(len(shards))])
+
+    @staticmethod
+    def _check_cluster() -> None:
+        if lost := lost_daemon():
+            raise UserError(
+                "Ray's own processes are gone, so no env runner can be reached",
+                given=lost,
+                fix="look at the node's memory and at what may have killed it, then resume the run",
+            )
 
     def state_tree(self) -> dict[str, Any]:
         """Everything a resumed run needs, as a checkpoint tree."""

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import itertools
 import json
+import os
 import re
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trainers.checkpoint import write_error
+from trainers.files import replace_file
 from trainers.metrics import read_metrics
 
 if TYPE_CHECKING:
@@ -59,6 +64,7 @@ def write_curves(run_dir: str | Path) -> list[Path]:
     The x axis is `env_steps`, or the learner step for runs without. Raises UserError when the disk refuses.
     """
     run_dir = Path(run_dir)
+    keep_matplotlib_out_of_home()
     rows = read_metrics(run_dir)
     config = json.loads((run_dir / "config.json").read_text())
     x_label, curves = collect(rows)
@@ -73,12 +79,27 @@ def write_curves(run_dir: str | Path) -> list[Path]:
     try:
         folder.mkdir(exist_ok=True)
         for name, figure in figures.items():
-            figure.savefig(folder / f"{name}.png", dpi=110)
+            drawn = io.BytesIO()
+            figure.savefig(drawn, dpi=110)
+            replace_file(folder / f"{name}.png", drawn.getvalue())
     except OSError as error:
         raise write_error(
             error, "the curves", folder, "make room or restore access there, then repeat"
         ) from error
     return [folder / f"{name}.png" for name in figures]
+
+
+def keep_matplotlib_out_of_home() -> None:
+    """Let matplotlib keep its font list in a temporary folder of this user, unless MPLCONFIGDIR is set.
+
+    The home may be read-only, or not there; then matplotlib would list all fonts again in every run. Call it
+    before matplotlib is imported.
+    """
+    folder = Path(tempfile.gettempdir()) / f"seedbed-matplotlib-{os.getuid()}"
+    with contextlib.suppress(OSError):  # then matplotlib finds a place for this run alone
+        folder.mkdir(mode=0o700, exist_ok=True)
+        if folder.stat().st_uid == os.getuid() and not folder.is_symlink():
+            os.environ.setdefault("MPLCONFIGDIR", str(folder))
 
 
 def collect(rows: Sequence[Mapping[str, Any]]) -> tuple[str, dict[str, Curve]]:

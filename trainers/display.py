@@ -101,7 +101,7 @@ class Progress:
         if self.seconds_left is not None and self.step < self.total_steps and not (self.signal or self.ended):
             facts.append(f"{format_duration(self.seconds_left)} left")
         if self.signal:
-            facts.append(f"{self.signal}: {'stopped' if self.ended else 'stopping after this step'}")
+            facts.append(f"{self.signal}: {'stopped' if self.ended else 'stopping'}")
         return facts
 
 
@@ -161,7 +161,7 @@ class PlainDisplay(Display):
 
     def stopping(self, signal_name: str) -> None:
         super().stopping(signal_name)
-        os.write(2, f"{signal_name}: stopping after this step\n".encode())
+        os.write(2, f"{signal_name}: stopping\n".encode())
 
 
 class RichDisplay(Display):

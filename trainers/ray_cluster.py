@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from subprocess import Popen
 
 from envs.errors import UserError
 
@@ -19,6 +20,7 @@ CHECKOUT = Path(__file__).resolve().parent.parent
 OBJECT_STORE_BYTES = 256 * 1024**2
 CONNECT_S, FREE_CPUS_S = 5, 60  # how long to wait for an existing cluster's answer, and for its CPUs
 THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+STOP_SIGNALS = {signal.SIGTERM, signal.SIGHUP}
 
 
 def ray_environment(environ: Mapping[str, str], home: Path | None = None) -> dict[str, str]:
@@ -43,6 +45,8 @@ def local_cluster(num_workers: int) -> Iterator[None]:
     """Ray up inside the block. Does nothing when Ray is already up.
 
     Workers import the rooms from this checkout: by their search path here, by `working_dir` elsewhere.
+    A cluster started here outlives the signals that ask a run to stop, also when every process of the run
+    gets them (as from `scancel`): this process is the one that stops it, once it has saved its state.
     Raises UserError when an existing cluster does not answer or lacks the CPUs.
     """
     import ray
@@ -59,7 +63,7 @@ def local_cluster(num_workers: int) -> Iterator[None]:
     else:
         os.environ.update(THREADS | ray_environment(os.environ))
         # Ray puts the current folder first on its workers' search path, before PYTHONPATH.
-        with _sigterm_handler_kept(), contextlib.chdir(CHECKOUT):
+        with _sigterm_handler_kept(), _deaf_children(), contextlib.chdir(CHECKOUT):
             ray.init(
                 num_cpus=max(1, num_workers),
                 include_dashboard=False,
@@ -72,7 +76,35 @@ def local_cluster(num_workers: int) -> Iterator[None]:
             wait_for_cpus(num_workers)
         yield
     finally:
-        ray.shutdown()
+        stop_cluster()
+
+
+def daemons() -> dict[str, Popen]:
+    """Ray's processes that `ray.init` started here, by what they are ("raylet", "gcs_server", ...)."""
+    import ray
+
+    node = ray._private.worker._global_node
+    return {} if node is None else {kind: infos[0].process for kind, infos in node.all_processes.items()}
+
+
+def lost_daemon() -> str | None:
+    """What happened to the cluster that was started here, if it cannot work any more.
+
+    Ray ends a driver without a word: at its next object when the raylet is gone, a minute after the GCS.
+    """
+    for kind, process in daemons().items():
+        if kind in ("raylet", "gcs_server") and process.poll() is not None:
+            return f"{kind} (process {process.pid}) ended with code {process.returncode}"
+    return None
+
+
+def stop_cluster() -> None:
+    """Leave an existing cluster, end one that was started here."""
+    import ray
+
+    for process in daemons().values():
+        process.terminate = process.kill  # type: ignore[method-assign]  # they don't hear SIGTERM
+    ray.shutdown()
 
 
 def check_address(address: str) -> None:
@@ -117,3 +149,19 @@ def _sigterm_handler_kept() -> Iterator[None]:
     yield
     if handler is not None and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, handler)
+
+
+@contextmanager
+def _deaf_children() -> Iterator[None]:
+    """Processes started inside never receive STOP_SIGNALS; neither do theirs, until they unblock them.
+
+    This process goes on to hear them, through a thread that doesn't block them.
+    """
+    done = threading.Event()
+    threading.Thread(target=done.wait, daemon=True).start()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        done.set()

@@ -16,6 +16,7 @@ from envs.errors import UserError
 from trainers.checkpoint import write_error
 from trainers.curves import setting, write_curves
 from trainers.display import format_duration, format_value
+from trainers.files import replace_file
 from trainers.metrics import read_metrics
 
 __all__ = ["write_curves", "write_report"]
@@ -96,12 +97,10 @@ def write_report(run_dir: str | Path) -> Path:
         f'<meta name="viewport" content="width=device-width"><style>{STYLE}</style></head>\n'
         f"<body>{''.join(sections)}</body></html>\n"
     )
-    path, aside = run_dir / "report.html", run_dir / ".tmp-report.html"
+    path = run_dir / "report.html"
     try:
-        aside.write_text(page, encoding="utf-8")
-        aside.replace(path)
+        replace_file(path, page)
     except OSError as error:
-        aside.unlink(missing_ok=True)
         raise write_error(
             error, "the report", path, "make room or restore access there, then repeat"
         ) from error

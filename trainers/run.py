@@ -14,6 +14,7 @@ import fcntl
 import json
 import os
 import signal
+import stat
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,12 +26,13 @@ from typing import Any
 from envs.errors import UserError, nearest
 from trainers.checkpoint import Tree, latest_checkpoint, save_checkpoint, set_aside_after, write_error
 from trainers.display import HeadlineItem, make_display
+from trainers.files import replace_file
 from trainers.metrics import checked_number, read_metrics, whole_lines
 from trainers.scalar_events import ScalarEvents
 
 __all__ = ["HeadlineItem", "Run", "RunConfig", "read_metrics"]
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(kw_only=True)
@@ -73,7 +75,8 @@ class Run:
                     break
             run.checkpoint(step, tree)
 
-    The `with` block catches SIGINT and SIGTERM, shows the display and writes status.json at its end.
+    The `with` block catches SIGINT, SIGTERM and SIGHUP (a terminal that closes; not under nohup), shows the
+    display and writes status.json at its end.
     `report(step)` comes before `checkpoint(step)`: the metrics are synced with the checkpoint, so resuming
     finds them. Only one process can write a run at a time.
     """
@@ -87,7 +90,7 @@ class Run:
         self._seconds_before = 0.0
         self._started = time.monotonic()
         self._display = make_display(cfg.display, self.name)
-        self._stop: str | None = None
+        self.stopped_by: str | None = None  # the signal that asked for it
         self._starting = False
         self._handlers: dict[int, Any] = {}
         self._status_written = False
@@ -241,7 +244,7 @@ class Run:
         A second SIGINT raises KeyboardInterrupt at once.
         """
         self._catch_signals()
-        return self._stop
+        return self.stopped_by
 
     @contextlib.contextmanager
     def starting(self) -> Iterator[None]:
@@ -272,7 +275,12 @@ class Run:
         self._open_metrics()
         self._write_status("running", None)
         if threading.current_thread() is threading.main_thread():
-            self._handlers = {number: signal.getsignal(number) for number in SIGNALS}
+            handlers = {number: signal.getsignal(number) for number in SIGNALS}
+            self._handlers = {
+                number: handler
+                for number, handler in handlers.items()
+                if not (number == signal.SIGHUP and handler == signal.SIG_IGN)
+            }
             self._catch_signals()
         self._display.start()
         return self
@@ -290,7 +298,7 @@ class Run:
                         "stopped" if stopped else "failed", "SIGINT" if stopped else str(error) or repr(error)
                     )
             elif not self._status_written:
-                self.finish("stopped" if self._stop else "finished", self._stop)
+                self.finish("stopped" if self.stopped_by else "finished", self.stopped_by)
         finally:
             self.close()
 
@@ -312,13 +320,15 @@ class Run:
                 signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        again, self._stop = self._stop is not None, self._stop or signal.Signals(number).name
+        again, self.stopped_by = self.stopped_by is not None, self.stopped_by or signal.Signals(number).name
+        if number == signal.SIGHUP:
+            _leave_terminal()
         if number == signal.SIGINT and (again or self._starting):
             raise KeyboardInterrupt
         if self._starting:
             raise SystemExit(128 + number)
         if not again:
-            self._display.stopping(self._stop)
+            self._display.stopping(self.stopped_by)
 
     def _open_metrics(self) -> int:
         """The metrics file, locked for this process and rid of a line that a kill tore."""
@@ -382,6 +392,16 @@ class Run:
         return write_error(error, what, path, fix)
 
 
+def _leave_terminal() -> None:
+    """Print into nothing from now on, where a terminal was: it has gone, and writing to it would raise."""
+    for stream in (1, 2):
+        with contextlib.suppress(OSError):
+            if stat.S_ISCHR(os.fstat(stream).st_mode):
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, stream)
+                os.close(nowhere)
+
+
 def _taken(path: Path) -> bool:
     try:
         return path.exists() and (not path.is_dir() or any(path.iterdir()))
@@ -390,6 +410,4 @@ def _taken(path: Path) -> bool:
 
 
 def _write_json(path: Path, value: Any) -> None:
-    aside = path.with_name(f".tmp-{path.name}")
-    aside.write_text(json.dumps(value, indent=2) + "\n")
-    aside.replace(path)
+    replace_file(path, json.dumps(value, indent=2) + "\n")

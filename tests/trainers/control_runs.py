@@ -79,8 +79,13 @@ def tree(run: Run) -> dict[str, Any]:
     """Every leaf of the newest checkpoint by path, arrays as (dtype, shape, bytes); without the attempt."""
     found = run.latest()
     assert found is not None
-    leaves: dict[str, Any] = {"step": found[0]}
-    _flatten(found[1], "", leaves)
+    return {"step": found[0], **leaves_of(found[1])}
+
+
+def leaves_of(state: dict[str, Any]) -> dict[str, Any]:
+    """Every leaf of a checkpoint tree by path, arrays as (dtype, shape, bytes); without the attempt."""
+    leaves: dict[str, Any] = {}
+    _flatten(state, "", leaves)
     del leaves["/engine/attempt"]
     return leaves
 

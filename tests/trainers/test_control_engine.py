@@ -19,6 +19,7 @@ from tests.trainers.control_runs import (
     assert_same,
     descendants,
     faulty,
+    leaves_of,
     resume,
     rows,
     settings,
@@ -129,7 +130,7 @@ def test_nan_in_an_env_runner_names_tensor_and_step(ray: Any, tmp_path: Path) ->
         start("ppo", tmp_path, *fault, "rollout.num_env_runners=1")
 
 
-def test_a_run_that_failed_before_its_first_checkpoint_starts_over(ray: Any, tmp_path: Path) -> None:
+def test_a_run_that_failed_goes_on_after_its_last_whole_iteration(ray: Any, tmp_path: Path) -> None:
     """Also in another number of env runners: in one and in none it is the same to the last bit."""
     armed = tmp_path / "armed"
     fault = faulty("raise", armed, at=2 * 200 + 7)
@@ -141,8 +142,51 @@ def test_a_run_that_failed_before_its_first_checkpoint_starts_over(ray: Any, tmp
         )
     broken = Run.open("broken", tmp_path)
     assert len(rows(broken)) == 2
-    assert broken.latest() is None
+    found = broken.latest()
+    assert found is not None
+    assert found[0] == 2
     assert_same(whole, resume(broken, num_env_runners=0))
+
+
+def test_a_run_that_failed_in_an_update_keeps_the_checkpoint_it_has(
+    ray: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The learner had begun to change: what it holds is of no iteration."""
+    monkeypatch.setattr(PPO, "after_step", fail_in_iteration_2)
+    with pytest.raises(RuntimeError, match="no estimator"):
+        start("ppo", tmp_path, "run.checkpoint_every=1")
+    found = Run.open("run", tmp_path).latest()
+    assert found is not None
+    assert found[0] == 2
+
+
+def fail_in_iteration_2(self: PPO, rollout: Any, costs: Any, iteration: int) -> dict[str, Any]:
+    if iteration == 2:
+        raise RuntimeError("no estimator")
+    return {}
+
+
+def test_a_stop_leaves_the_iteration_that_is_being_sampled(engine, tmp_path: Path) -> None:
+    """In an env runner that would take an hour, and in this process; then it is drawn again, the same."""
+    arm(tmp_path / "armed")
+    fault = faulty("hang", tmp_path / "armed", at=200 + 30)
+    here, there = engine(*fault), engine(*fault, "rollout.num_env_runners=1")
+    asked = iter([None] * 20 + ["SIGTERM"] * 9)
+    began = time.monotonic()
+    for one in (here, there):
+        one.train()
+    here.should_stop, there.should_stop = lambda: next(asked), lambda: time.monotonic() - began > 1
+    for one in (here, there):
+        one.train()
+        assert (one.step_number, one.env_steps, one.updating) == (1, 200, False)
+    assert len(list(asked)) == 8, "the loop in this process ended when it was first told to"
+    assert time.monotonic() - began < 60
+    here.should_stop = lambda: None
+    here.train()
+    whole = engine(*fault)
+    for _ in range(2):
+        whole.train()
+    assert leaves_of(here.state_tree()) == leaves_of(whole.state_tree())
 
 
 # --- canaries and numbered weights

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -21,7 +22,7 @@ from trainers.run import Run
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 TRAIN = CHECKOUT / "launch" / "train.py"
-PLAN = 30
+PLAN = 40
 SETTINGS = [*SMALL, *EARLY, f"rollout.env_steps={200 * PLAN}", "run.checkpoint_every=3"]
 
 
@@ -98,8 +99,23 @@ def printed_command(said: str) -> list[str]:
     return shlex.split(found[1])
 
 
-def test_sigkill_then_ctrl_c_then_the_end(ray: Any, training: Any, tmp_path: Path) -> None:
-    """What is left after both is, byte for byte, what a run ends with that nobody disturbed."""
+def assert_stopped(training: Training, code: int, said: str, reason: str) -> None:
+    """The last whole iteration is in a checkpoint, and everything says so."""
+    assert code == {"SIGINT": 130, "SIGTERM": 143}[reason], said
+    assert "Traceback" not in said
+    assert printed_command(said) == ["resume=mine", "rollout.num_env_runners=1"]
+    run = Run.open(training.metrics.parent)
+    found = run.latest()
+    assert found is not None
+    assert found[0] == training.steps()[-1] < PLAN
+    assert run.status is not None
+    assert (run.status["status"], run.status["reason"]) == ("stopped", reason)
+    assert f"stopped at step {found[0]}" in (run.path / "report.html").read_text()
+    assert (run.path / "curves" / "return.png").stat().st_size > 1000
+
+
+def test_killed_terminated_interrupted_and_then_the_end(ray: Any, training: Any, tmp_path: Path) -> None:
+    """What is left after all three is, byte for byte, what a run ends with that nobody disturbed."""
     first = training("algo=tracess", *SETTINGS, "rollout.num_env_runners=1", "run.name=mine")
     first.wait_past(4)
     first.process.kill()
@@ -108,22 +124,21 @@ def test_sigkill_then_ctrl_c_then_the_end(ray: Any, training: Any, tmp_path: Pat
 
     second = training("resume=mine", "rollout.num_env_runners=1")
     second.wait_past(first.steps()[-1])
-    os.killpg(second.process.pid, signal.SIGINT)  # a terminal's Ctrl-C reaches Ray's processes too
-    code, said = second.end()
-    assert code == 130, said
-    assert printed_command(said) == ["resume=mine", "rollout.num_env_runners=1"]
-    run = Run.open("mine", tmp_path / "runs")
-    found = run.latest()
-    assert found is not None
-    assert found[0] == second.steps()[-1] < PLAN
-    assert run.status is not None
-    assert (run.status["status"], run.status["reason"]) == ("stopped", "SIGINT")
+    for process in [*second.family, second.process.pid]:  # as scancel does; Ray's processes first
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, signal.SIGTERM)
+    assert_stopped(second, *second.end(), "SIGTERM")
+
+    third = training("resume=mine", "rollout.num_env_runners=1")
+    third.wait_past(second.steps()[-1])
+    os.killpg(third.process.pid, signal.SIGINT)  # a terminal's Ctrl-C reaches Ray's processes too
+    assert_stopped(third, *third.end(), "SIGINT")
     assert list((tmp_path / "home").iterdir()) == []
 
-    run = resume(run, num_env_runners=0)
+    run = resume(Run.open("mine", tmp_path / "runs"), num_env_runners=0)
     found = run.latest()
     assert found is not None
-    assert found[1]["engine"]["attempt"] == 2
+    assert found[1]["engine"]["attempt"] == 3
     assert found[1]["engine"]["env_steps"] == 200 * PLAN
     assert [row["step"] for row in rows(run)] == list(range(1, PLAN + 1))
     assert_same(start("traces", tmp_path, *SETTINGS, name="undisturbed"), run)

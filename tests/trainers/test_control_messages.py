@@ -101,8 +101,14 @@ def test_nan_of_an_environment(
     assert code == 2
     assert "rewards at step 7 of environment 2, iteration 1" in said
     assert "given:   'nan'" in said
-    status = json.loads((tmp_path / "runs" / "mine" / "status.json").read_text())
-    assert (status["status"], status["step"]) == ("failed", 1)
+    assert "continue with: python launch/train.py resume=mine" in said
+    run = Run.open("mine", tmp_path / "runs")
+    found = run.latest()
+    assert found is not None
+    assert found[0] == 1, "the iteration before it"
+    assert run.status is not None
+    assert (run.status["status"], run.status["step"]) == ("failed", 1)
+    assert "rewards at step 7 of environment 2" in (run.path / "report.html").read_text()
 
 
 # --- checkpoints

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -84,6 +88,36 @@ class TestCurves:
             assert image.shape[0] >= 200
             assert image.shape[1] >= 500
             assert 0.005 < (image[..., :3].min(axis=2) < 0.9).mean() < 0.5, path
+
+    def test_a_full_disk_leaves_the_curves_that_are_there(self, copy, small_disk):
+        for name in ("config.json", "metrics.jsonl"):
+            shutil.copy(copy / name, small_disk / name)
+        (there,) = write_curves(small_disk)
+        before = there.read_bytes()
+        with contextlib.suppress(OSError), (small_disk / "ballast").open("wb", buffering=0) as ballast:
+            while True:
+                ballast.write(b"x" * 4096)
+        with pytest.raises(UserError, match=r"Cannot write the curves: the disk is full"):
+            write_curves(small_disk)
+        assert there.read_bytes() == before
+        assert list(there.parent.iterdir()) == [there]
+
+    def test_the_font_list_is_kept_outside_the_home(self, copy, tmp_path):
+        (tmp_path / "home").write_text("not a folder")
+        (tmp_path / "tmp").mkdir()
+        places = {"HOME": str(tmp_path / "home"), "TMPDIR": str(tmp_path / "tmp")}
+        environ = {
+            k: v for k, v in os.environ.items() if k not in ("MPLCONFIGDIR", "XDG_CACHE_HOME")
+        } | places
+        code = "import sys; from trainers.curves import write_curves; write_curves(sys.argv[1])"
+        times = []
+        for _ in range(2):
+            line = [sys.executable, "-c", code, str(copy)]
+            ran = subprocess.run(line, env=environ, capture_output=True, text=True, check=True)
+            assert ran.stderr == ""
+            (fonts,) = (tmp_path / "tmp").glob("seedbed-matplotlib-*/fontlist-*.json")
+            times.append(fonts.stat().st_mtime_ns)
+        assert times[0] == times[1], "listed once"
 
     def test_the_cost_curve_shows_the_budget_line(self, copy):
         """In the budget's red, across the whole width; and not without a budget."""
