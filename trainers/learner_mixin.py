@@ -19,12 +19,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
+from trl import SFTTrainer
 
 from envs.errors import UserError
 from trainers import learner_state
 from trainers.checkpoint import Tree
 from trainers.learner_checks import GRADIENT, ChangeWatch, explain_loss, first_bad
 from trainers.placement import WorkerContext
+from trainers.token_weight import weigh_tokens
 
 Host: Any = object  # stands for the trainer that the mixin is placed before
 
@@ -35,11 +37,16 @@ HOST_STATE = ("log_history", "is_local_process_zero", "is_world_process_zero")  
 class Seams:
     """What an algorithm may put into a learner's step; left None, TRL's step is untouched.
 
+    token_weight: (logits (N, V), labels (N)) -> weights (N), see trainers.token_weight; SFT only;
     compose: (micro-batches of the step, learner) -> as many micro-batches, perhaps of other rows;
+    aggregate: (gradients (n, d)) -> (d), before clipping. One row a micro-batch of every worker, scaled so
+    that their mean is the step's plain gradient; n x d numbers are kept;
     after_step: (learner, step) -> metrics; stop_after: end the run after this many steps.
     """
 
+    token_weight: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
     compose: Callable[[list[Any], Any], list[Any]] | None = None
+    aggregate: Callable[[torch.Tensor], torch.Tensor] | None = None
     after_step: Callable[[Any, int], dict[str, Any]] | None = None
     stop_after: int | None = None
 
@@ -53,6 +60,7 @@ class SeamMixin(Host):
         self.context, self.seams = context, seams or Seams()
         self._resume: Tree | None = None
         self._pending: dict[str, Any] = {}
+        self._gradients: list[torch.Tensor] = []
         self._lr = self._grad_norm = 0.0
         super().__init__(*args, **kwargs)
         for callback in (PrinterCallback, ProgressCallback):
@@ -64,6 +72,13 @@ class SeamMixin(Host):
                 f"the trainer sees {world} processes where {context.world_size} were placed: "
                 "each would train a model of its own"
             )
+        if self.seams.aggregate is not None and self.is_deepspeed_enabled:
+            raise UserError(
+                "an algorithm that aggregates gradients needs them whole, and ZeRO keeps them in parts",
+                fix="set learner.backend=ddp",
+            )
+        if self.seams.token_weight is not None:
+            self._weigh_tokens(self.seams.token_weight)
 
     # --- for placement and subclasses
 
@@ -210,6 +225,31 @@ class SeamMixin(Host):
         if len(composed) != len(batches):
             raise ValueError(f"compose returned {len(composed)} micro-batches instead of {len(batches)}")
         return composed, self._get_num_items_in_batch(composed, device)
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        """TRL's step; with the `aggregate` seam each micro-batch's gradient is kept apart until the last."""
+        if self.seams.aggregate is None:
+            return super().training_step(model, inputs, num_items_in_batch)
+        with self.accelerator.no_sync(model):
+            loss = super().training_step(model, inputs, num_items_in_batch)
+        trained = [p for p in self._module().parameters() if p.requires_grad]
+        flat = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
+        self._gradients.append(torch.cat([g.reshape(-1) for g in flat]))
+        model.zero_grad()
+        if self.accelerator.sync_gradients:
+            rows = torch.stack(self._gradients) * len(self._gradients)
+            self._gradients = []
+            whole = self.seams.aggregate(self.accelerator.gather(rows))
+            if whole.shape != rows.shape[1:]:
+                raise ValueError(f"aggregate returned {tuple(whole.shape)} for gradients of {rows.shape[1]}")
+            for p, part in zip(trained, whole.split([p.numel() for p in trained]), strict=True):
+                p.grad = part.view_as(p).to(p.dtype)
+        return loss
+
+    def _weigh_tokens(self, token_weight: Any) -> None:
+        if not isinstance(self, SFTTrainer):
+            raise UserError(f"{type(self).__name__} has no cross-entropy whose tokens could be weighed")
+        weigh_tokens(self.model, token_weight)
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
