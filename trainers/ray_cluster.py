@@ -41,7 +41,7 @@ def ray_environment(environ: Mapping[str, str], home: Path | None = None) -> dic
 
 
 @contextmanager
-def local_cluster(num_workers: int) -> Iterator[None]:
+def local_cluster(num_workers: int, object_store_bytes: int = OBJECT_STORE_BYTES) -> Iterator[None]:
     """Ray up inside the block. Does nothing when Ray is already up.
 
     Workers import the rooms from this checkout: by their search path here, by `working_dir` elsewhere.
@@ -67,7 +67,7 @@ def local_cluster(num_workers: int) -> Iterator[None]:
             ray.init(
                 num_cpus=max(1, num_workers),
                 include_dashboard=False,
-                object_store_memory=OBJECT_STORE_BYTES,
+                object_store_memory=object_store_bytes,
                 log_to_driver=False,
                 logging_level="ERROR",
             )
