@@ -63,7 +63,11 @@ def label_loss(total_credit: torch.Tensor, safe: torch.Tensor, class_weight: flo
     Weights c/(c+1) for unsafe, 1/(c+1) for safe, scaled to mean 1 over the batch; c = 1 is plain BCE.
     """
     s = total_credit.clamp(min=1e-6)
-    losses = torch.where(safe > 0.5, s, -torch.log(-torch.expm1(-s)))
+    return weighted_mean(torch.where(safe > 0.5, s, -torch.log(-torch.expm1(-s))), safe, class_weight)
+
+
+def weighted_mean(losses: torch.Tensor, safe: torch.Tensor, class_weight: float) -> torch.Tensor:
+    """Mean of losses of one shape with `safe`, unsafe ones weighing `class_weight` times as much."""
     weights = torch.where(safe > 0.5, 1.0 / (class_weight + 1.0), class_weight / (class_weight + 1.0))
     return (losses * weights / weights.mean()).mean()
 
@@ -87,19 +91,37 @@ class LabelBatch:
     lengths: torch.Tensor  # (B,) steps of the trajectories
 
 
-class Estimator(nn.Module):
-    """The safety-summary-vector model: a GRU over [raw observation; executed action], and a credit decoder.
-
-    The decoder sees the summaries before and after the step, u_t = [h_t; h_{t+1}], because the credit is a
-    ratio of two successive survival probabilities. head="lognormal" gives (mu, log sigma); head="point"
-    a credit without spread. Inputs are scaled by one fixed affine map (ours; set by `fit_scaling`).
-    """
+class ScaledInput(nn.Module):
+    """A network whose inputs go through one fixed affine map and a cut (ours; set by `fit_scaling`)."""
 
     input_mean: torch.Tensor  # (S + A,)
     input_std: torch.Tensor
 
-    def __init__(self, input_dim: int, config: EstimatorConfig):
+    def __init__(self, input_dim: int):
         super().__init__()
+        self.register_buffer("input_mean", torch.zeros(input_dim))
+        self.register_buffer("input_std", torch.ones(input_dim))
+
+    def fit_scaling(self, inputs: np.ndarray) -> None:
+        """Fix the affine input map to zero mean and unit standard deviation over rows (n, S + A)."""
+        self.input_mean.copy_(torch.from_numpy(inputs.mean(0)))
+        self.input_std.copy_(torch.from_numpy(inputs.std(0) + 1e-3))
+
+    def scaled(self, x: torch.Tensor) -> torch.Tensor:
+        """Raw inputs (..., S + A) as the network reads them."""
+        return ((x - self.input_mean) / self.input_std).clamp(-INPUT_CLIP, INPUT_CLIP)
+
+
+class Estimator(ScaledInput):
+    """The safety-summary-vector model: a GRU over [raw observation; executed action], and a credit decoder.
+
+    The decoder sees the summaries before and after the step, u_t = [h_t; h_{t+1}], because the credit is a
+    ratio of two successive survival probabilities. head="lognormal" gives (mu, log sigma); head="point"
+    a credit without spread.
+    """
+
+    def __init__(self, input_dim: int, config: EstimatorConfig):
+        super().__init__(input_dim)
         self.config = config
         self.gru = nn.GRU(input_dim, config.hidden_size, config.layers)
         width = config.decoder_width
@@ -107,8 +129,6 @@ class Estimator(nn.Module):
             nn.Linear(2 * config.hidden_size, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU()
         )
         self.location, self.log_scale = nn.Linear(width, 1), nn.Linear(width, 1)
-        self.register_buffer("input_mean", torch.zeros(input_dim))
-        self.register_buffer("input_std", torch.ones(input_dim))
         with torch.no_grad():  # every step starts out as very nearly safe
             if config.head == "lognormal":
                 self.location.weight.normal_(-0.5, 0.1)
@@ -117,11 +137,6 @@ class Estimator(nn.Module):
                 self.location.weight.normal_(0.0, 0.005)
                 self.location.bias.fill_(0.01)
 
-    def fit_scaling(self, inputs: np.ndarray) -> None:
-        """Fix the affine input map to zero mean and unit standard deviation over rows (n, S + A)."""
-        self.input_mean.copy_(torch.from_numpy(inputs.mean(0)))
-        self.input_std.copy_(torch.from_numpy(inputs.std(0) + 1e-3))
-
     @property
     def summary_size(self) -> int:
         """Columns of the memory that the policy may see."""
@@ -129,8 +144,7 @@ class Estimator(nn.Module):
 
     def summaries(self, x: torch.Tensor) -> torch.Tensor:
         """Top-layer summaries h_1 ... h_T (T, B, H) of raw inputs (T, B, S + A)."""
-        scaled = ((x - self.input_mean) / self.input_std).clamp(-INPUT_CLIP, INPUT_CLIP)
-        return gru_sequence(self.gru, scaled)
+        return gru_sequence(self.gru, self.scaled(x))
 
     def parameters_of_credit(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Inputs (T, B, S + A) from the episodes' first steps -> (mu, log sigma), each (T, B).
