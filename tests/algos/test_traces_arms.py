@@ -115,8 +115,6 @@ def test_p_safe_of_episodes() -> None:
         ct.log_budget.fill_(math.log(4.0))
     found = ct.episode_p_safe(np.array([4.0, 3.0, 6.0]))
     np.testing.assert_allclose(found, [0.5, 0.7310586, 0.1192029], rtol=1e-6)
-        ct.episode_p_safe(np.array([4.0, 3.0, 6.0])), [0.5, 0.7310586, 0.1192029], rtol=1e-6
-    )
     np.testing.assert_array_equal(rlsf.episode_p_safe(np.array([0.0, 4.0, 5.0])), [1.0, 1.0, 0.0])
 
 

@@ -40,7 +40,7 @@ def test_env_options_take_any_key() -> None:
 @pytest.mark.parametrize(
     ("argv", "parts"),
     [
-        (["algo=pp"], ["unknown algo 'pp'", "ppo, ppo_lag, traces, tracess", "fix:     algo=ppo"]),
+        (["algo=pp"], ["unknown algo 'pp'", "traces, traces_ct, tracess", "fix:     algo=ppo"]),
         (["env=safetygym"], ["unknown env 'safetygym'", "gym, safety-gym", "env=safety-gym"]),
         (["algo=ppo", "size=huge"], ["unknown size 'huge'", "default, long, paper"]),
         (["algo=ppo", "lr=3e-4"], ["unknown setting 'lr'", "learner.lr", "fix:     learner.lr=3e-4"]),
