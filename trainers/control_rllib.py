@@ -520,8 +520,7 @@ def build_engine(control, env_spec: EnvSpec, algorithm, attempt: int = 0) -> Con
     config = (
         config.env_runners(
             env_runner_cls=ControlEnvRunner,
-            num_env_runners=r.num_env_runners,
-            create_local_env_runner=r.num_env_runners == 0,
+            num_env_runners=0,  # remote ones are added below
             num_envs_per_env_runner=1,
         )
         .fault_tolerance(
@@ -535,5 +534,9 @@ def build_engine(control, env_spec: EnvSpec, algorithm, attempt: int = 0) -> Con
     )
     config._dont_auto_sync_env_runner_states = True
     engine = config.build_algo()
+    # The config travels inside the call that makes a runner: what RLlib puts into the object store instead
+    # might be lost, and then a runner that dies could not be made again (ray#53727).
+    engine.env_runner_group._remote_config_obj_ref = engine.config
+    engine.env_runner_group.add_workers(r.num_env_runners)
     engine.bind(algorithm, attempt)
     return engine
