@@ -91,6 +91,12 @@ def make_env(cfg: EnvConfig, *, render_mode: str | None = None) -> gymnasium.Env
     except gymnasium.error.DependencyNotInstalled as error:
         raise UserError(f"{cfg.id} needs a package that is not installed: {error}") from error
     except (TypeError, AssertionError) as error:
+        if missing := _required(cfg, spec) - cfg.options.keys() - spec.kwargs.keys():
+            raise UserError(
+                f"{cfg.id} cannot be built without {', '.join(sorted(missing))}",
+                given=cfg.options or "no env.options",
+                fix=" ".join(f"env.options.{name}=<value>" for name in sorted(missing)),
+            ) from error
         if not cfg.options:
             raise
         raise UserError(
@@ -128,17 +134,31 @@ def _spec(cfg: EnvConfig) -> Any:
         ) from error
 
 
-def _check_options(cfg: EnvConfig, spec: Any) -> None:
+def _creator(cfg: EnvConfig, spec: Any) -> Any:
+    """The class or function that makes the environment."""
     import gymnasium
 
     if cfg.kind == "safety-gym":
         from envs.safety_gym import load_class
 
-        creator = load_class(cfg.id)
-    else:
-        entry = spec.entry_point
-        creator = entry if callable(entry) else gymnasium.envs.registration.load_env_creator(entry)
-    names = _keywords(creator)
+        return load_class(cfg.id)
+    entry = spec.entry_point
+    return entry if callable(entry) else gymnasium.envs.registration.load_env_creator(entry)
+
+
+def _required(cfg: EnvConfig, spec: Any) -> set[str]:
+    """The keywords that a Gymnasium id's constructor cannot do without."""
+    if cfg.kind == "safety-gym":
+        return set()  # its required ones are set by the task
+    parameters = inspect.signature(_creator(cfg, spec)).parameters.values()
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return {p.name for p in parameters if p.default is p.empty and p.kind in named}
+
+
+def _check_options(cfg: EnvConfig, spec: Any) -> None:
+    names = _keywords(_creator(cfg, spec))
+    if names is not None:
+        names |= _required(cfg, spec)
     for name in cfg.options:
         if names is not None and name not in names:
             raise UserError(

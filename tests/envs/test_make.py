@@ -28,7 +28,16 @@ class Reporting(gymnasium.Env):
         return np.ones(3, np.float32), float(action.sum()), False, False, {"hurt": 2}
 
 
+class Sized(Reporting):
+    """Cannot be built without its `size`, the number of actions."""
+
+    def __init__(self, size, *, gain, **kwargs):
+        super().__init__(**kwargs)
+        self.action_space = gymnasium.spaces.Box(-gain, gain, (size,), np.float32)
+
+
 gymnasium.register("Reporting-v0", entry_point=Reporting)
+gymnasium.register("Sized-v0", entry_point=Sized, kwargs={"gain": 2.0})
 
 
 def gym(id="Reporting-v0", **fields):
@@ -64,6 +73,13 @@ def test_horizon_none_is_the_tasks_own():
     assert make_env(EnvConfig(horizon=None)).spec.max_episode_steps == 1000
     assert make_env(gym("Pendulum-v1", horizon=None)).spec.max_episode_steps == 200
     assert make_env(gym("Pendulum-v1", horizon=9)).spec.max_episode_steps == 9
+
+
+def test_options_that_the_constructor_needs_reach_it():
+    env = make_env(gym("Sized-v0", options={"size": 5}))
+    assert env.action_space == gymnasium.spaces.Box(-2, 2, (5,), np.float32)
+    env = make_env(gym("Sized-v0", options={"size": 1, "gain": 0.5, "limit": 3.0}))
+    assert env.action_space == gymnasium.spaces.Box(-0.5, 0.5, (1,), np.float32)
 
 
 def test_options_reach_the_constructor():
@@ -134,6 +150,8 @@ def test_a_cost_that_the_env_cannot_feed(cost, message):
         (gym(cost="x_velocity:1"), r"unknown cost function 'x_velocity'; nearest: x_velocity_above"),
         (gym(horizon=None), r"sets no horizon of its own\n.*env.horizon="),
         (gym(options={"dtypes": "float64"}), r"takes no option 'dtypes'; nearest: dtype"),
+        (gym("Sized-v0", options={"siz": 3}), r"takes no option 'siz'; nearest: size(.*\n)*.*gain, limit"),
+        (gym("Sized-v0", options={"self": 3}), r"takes no option 'self'"),
     ],
 )
 def test_what_a_check_finds_without_building(cfg, message):
@@ -155,6 +173,8 @@ def test_what_a_check_finds_without_building(cfg, message):
             r"observations that are not supported\n.*Dict\(.*\n.*a Box of one dim",
         ),
         (gym(options={"obs": 3, "dtype": "float32"}), None),
+        (gym("Sized-v0"), r"without size\n.*'no env.options'\n.*env.options.size=<value>"),
+        (gym("Sized-v0", options={"limit": 2}), r"without size\n.*\{'limit': 2\}"),
         (
             EnvConfig(options={"default_camera_config": {}}),
             r"cannot be built with these env.options: .*default_camera_config",
