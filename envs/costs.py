@@ -7,6 +7,7 @@ A cost is written as a name with its arguments behind colons, or as the import p
     obs_below:0:-0.9          1 while obs[0] < -0.9
     abs_obs_above:2:5         1 while |obs[2]| > 5
     action_norm_above:0.5     1 while the Euclidean norm of the action > 0.5
+    info_above:x_position:2   1 while info["x_position"] > 2
     info:cost                 info["cost"], from an environment that reports a cost itself
     my_package.costs:tilt     tilt(obs, action, info) of the module my_package.costs
 
@@ -52,6 +53,11 @@ def action_norm_above(limit: float) -> CostFunction:
     return lambda obs, action, info: float(np.linalg.norm(action) > limit)
 
 
+def info_above(key: str, limit: float) -> CostFunction:
+    """1 while info[key] > limit, else 0."""
+    return lambda obs, action, info: float(info[key] > limit)
+
+
 def info(key: str) -> CostFunction:
     """info[key], for an environment that reports a cost itself."""
     return lambda obs, action, info: float(info[key])
@@ -64,6 +70,7 @@ COSTS: dict[str, tuple[Callable[..., CostFunction], dict[str, type]]] = {
     "obs_below": (obs_below, {"index": int, "limit": float}),
     "abs_obs_above": (abs_obs_above, {"index": int, "limit": float}),
     "action_norm_above": (action_norm_above, {"limit": float}),
+    "info_above": (info_above, {"key": str, "limit": float}),
     "info": (info, {"key": str}),
 }
 

@@ -27,11 +27,14 @@ class EnvConfig:
     id: str = "SafetyHalfCheetahVelocity-v1"
     horizon: int | None = 250  # None: the environment's own
     cost: str | None = None  # only for kind=gym: a cost function by name (envs/costs.py); None: cost 0
+    hidden_cost: str | None = None  # one that depends on the past, for any environment (envs/hidden_costs.py)
     options: dict[str, Any] = field(default_factory=dict)
 
 
 def env_has_cost(cfg: EnvConfig) -> bool:
     """Whether any step of the environment can have a cost other than 0."""
+    if cfg.hidden_cost is not None:
+        return True
     if cfg.kind == "gym":
         return cfg.cost is not None
     from envs.safety_gym import check_task
@@ -66,6 +69,10 @@ def check_env_config(cfg: EnvConfig) -> None:
         from envs.costs import make_cost
 
         make_cost(cfg.cost)
+    if cfg.hidden_cost is not None:
+        from envs.hidden_costs import parse_hidden_cost
+
+        parse_hidden_cost(cfg.hidden_cost)
     if cfg.horizon is None and spec.max_episode_steps is None:
         raise UserError(f"{cfg.id} sets no horizon of its own", fix="env.horizon=1000, for example")
     if cfg.options:
@@ -107,6 +114,10 @@ def make_env(cfg: EnvConfig, *, render_mode: str | None = None) -> gymnasium.Env
         from envs.costs import CostInInfo, make_cost
 
         env = CostInInfo(env, None if cfg.cost is None else make_cost(cfg.cost))
+    if cfg.hidden_cost is not None:
+        from envs.hidden_costs import hide_cost
+
+        env = hide_cost(env, cfg.hidden_cost)
     return env
 
 

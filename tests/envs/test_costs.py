@@ -22,6 +22,8 @@ OBS, ACTION, INFO = np.array([0.5, -2.0]), np.array([3.0, 4.0]), {"x_velocity": 
         ("abs_obs_above:1:2", 0.0),
         ("action_norm_above:4.9", 1.0),
         ("action_norm_above:5", 0.0),
+        ("info_above:hurt:6", 1.0),
+        ("info_above:hurt:7", 0.0),
         ("info:hurt", 7.0),
     ],
 )
