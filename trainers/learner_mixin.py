@@ -85,7 +85,10 @@ class SeamMixin(Host):
     def learn(self) -> None:
         """Train to the end of the plan, from the context's checkpoint if it has one."""
         if self.context is not None and self.context.resumed is not None:
-            self.load_state_tree(self.context.resumed[1])
+            step, tree = self.context.resumed
+            if step >= min(self.args.max_steps, self.seams.stop_after or self.args.max_steps):
+                return
+            self.load_state_tree(tree)
         self.train()
 
     def extra_state(self) -> Tree:
@@ -229,9 +232,17 @@ class SeamMixin(Host):
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
         """TRL's step; with the `aggregate` seam each micro-batch's gradient is kept apart until the last."""
         if self.seams.aggregate is None:
-            return super().training_step(model, inputs, num_items_in_batch)
-        with self.accelerator.no_sync(model):
             loss = super().training_step(model, inputs, num_items_in_batch)
+        else:
+            with self.accelerator.no_sync(model):
+                loss = super().training_step(model, inputs, num_items_in_batch)
+            self._keep_gradient(model, self.seams.aggregate)
+        scaled = getattr(self.accelerator, "scaler", None) is not None  # then infinities are part of the plan
+        if self.accelerator.sync_gradients and not self.is_deepspeed_enabled and not scaled:
+            self._check_gradients()
+        return loss
+
+    def _keep_gradient(self, model: Any, aggregate: Any) -> None:
         trained = [p for p in self._module().parameters() if p.requires_grad]
         flat = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
         self._gradients.append(torch.cat([g.reshape(-1) for g in flat]))
@@ -239,12 +250,11 @@ class SeamMixin(Host):
         if self.accelerator.sync_gradients:
             rows = torch.stack(self._gradients) * len(self._gradients)
             self._gradients = []
-            whole = self.seams.aggregate(self.accelerator.gather(rows))
+            whole = aggregate(self.accelerator.gather(rows))
             if whole.shape != rows.shape[1:]:
                 raise ValueError(f"aggregate returned {tuple(whole.shape)} for gradients of {rows.shape[1]}")
             for p, part in zip(trained, whole.split([p.numel() for p in trained]), strict=True):
                 p.grad = part.view_as(p).to(p.dtype)
-        return loss
 
     def _weigh_tokens(self, token_weight: Any) -> None:
         if not isinstance(self, SFTTrainer):
@@ -270,12 +280,15 @@ class SeamMixin(Host):
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         self._grad_norm = float(norm)
-        scaled = getattr(self.accelerator, "scaler", None) is not None  # then infinities are part of the plan
-        if not torch.isfinite(torch.tensor(self._grad_norm)) and not scaled:
-            bad = first_bad((name, p.grad) for name, p in self._module().named_parameters())
-            what = f"the gradient of {bad[0]}" if bad else "the norm over all gradients"
-            self._fail("grad_norm", self._grad_norm, what, "")
         return norm
+
+    def _check_gradients(self) -> None:
+        """Before clipping, which would spread one NaN over all gradients."""
+        named = [(n, p.grad) for n, p in self._module().named_parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm([gradient for _, gradient in named])
+        if not torch.isfinite(norm):
+            bad = first_bad(named)
+            self._fail("grad_norm", norm.item(), f"the gradient of {bad[0]}" if bad else "their norm", "")
 
     def _fail(self, metric: str, value: float, what: str, where: str) -> None:
         rank = f" of rank {self.accelerator.process_index}" if self.accelerator.num_processes > 1 else ""
