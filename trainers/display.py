@@ -294,7 +294,8 @@ def _no_control_echo() -> Iterator[None]:
     try:
         yield
     finally:
-        termios.tcsetattr(terminal, termios.TCSADRAIN, before)
+        with contextlib.suppress(termios.error):  # the terminal has gone
+            termios.tcsetattr(terminal, termios.TCSADRAIN, before)
 
 
 def sparkline(values: Sequence[float] | deque[float], width: int) -> str:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import signal
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 
@@ -13,7 +16,7 @@ import numpy as np
 import pytest
 
 from envs.errors import UserError
-from trainers.run import HeadlineItem, Run, RunConfig, read_metrics
+from trainers.run import SIGNALS, HeadlineItem, Run, RunConfig, read_metrics
 
 RESOLVED = {"algo": {"name": "ppo", "budget": 25.0}, "env": {"id": "A-v0"}}
 
@@ -298,7 +301,7 @@ def child(tmp_path: Path, mode: str = "") -> subprocess.Popen[str]:
 
 
 class TestSignals:
-    @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+    @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
     @pytest.mark.parametrize("mode", ["", "ray"])
     def test_the_step_is_finished_and_a_checkpoint_written(self, tmp_path, name, mode):
         process = child(tmp_path, mode)
@@ -312,6 +315,39 @@ class TestSignals:
         step, tree = run.latest()
         assert tree["step"] == step == run.last_step
         assert run.status == {**run.status, "status": "stopped", "reason": name, "step": step}
+
+    @pytest.mark.parametrize("display", ["plain", "rich"])
+    def test_the_terminal_closes(self, tmp_path, display):
+        """The kernel sends SIGHUP, and whoever writes to the terminal from then on gets an error."""
+        terminal, its_end = os.openpty()
+
+        def make_it_ours() -> None:
+            fcntl.ioctl(its_end, termios.TIOCSCTTY, 0)
+
+        process = subprocess.Popen(
+            [sys.executable, "-c", CHILD.replace("plain", display), str(tmp_path), ""],
+            stdin=its_end, stdout=its_end, stderr=its_end,
+            start_new_session=True, preexec_fn=make_it_ours,
+        )  # fmt: skip
+        os.close(its_end)
+        while not (tmp_path / "r" / "metrics.jsonl").exists() or len(steps(tmp_path / "r")) < 3:
+            assert process.poll() is None, os.read(terminal, 10_000)
+            os.read(terminal, 10_000)
+        os.close(terminal)
+        assert process.wait(timeout=20) == 0
+        run = Run.open("r", tmp_path)
+        step, _ = run.latest()
+        assert run.status == {**run.status, "status": "stopped", "reason": "SIGHUP", "step": step}
+
+    def test_nohup_is_respected(self, tmp_path):
+        before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        try:
+            with make(tmp_path) as run:
+                signal.raise_signal(signal.SIGHUP)
+                assert run.should_stop() is None
+            assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        finally:
+            signal.signal(signal.SIGHUP, before)
 
     def test_a_second_interrupt_ends_it_at_once(self, tmp_path):
         process = child(tmp_path, "stuck")
@@ -339,11 +375,11 @@ class TestSignals:
         assert steps(run) == list(range(1, reached + 2))
 
     def test_handlers_are_restored(self, tmp_path):
-        before = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]
+        before = [signal.getsignal(s) for s in SIGNALS]
         with make(tmp_path) as run:
             assert run.should_stop() is None
             assert signal.getsignal(signal.SIGTERM) != before[1]
-        assert [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)] == before
+        assert [signal.getsignal(s) for s in SIGNALS] == before
 
     @pytest.mark.parametrize(
         ("number", "error", "code"),
