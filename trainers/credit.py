@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
+
+if TYPE_CHECKING:
+    import torch
 
 SCALES = ("group", "batch", "none")
 
@@ -17,19 +22,23 @@ def group_advantages(
     groups with fewer than two valid ones, get 0. GRPO (Shao et al. 2024, arXiv 2402.03300, section 4.1);
     "none" is Dr. GRPO (Liu et al. 2025, arXiv 2503.20783).
     """
-    r = np.where(valid, rewards, 0.0).astype(np.float32)
-    count = valid.sum(1, keepdims=True)
-    mean = r.sum(1, keepdims=True) / np.maximum(count, 1)
-    centred = np.where(valid, r - mean, 0.0).astype(np.float32)
+    import torch  # its float32 arithmetic, so that TRL's own trainer gives the same bits
+
+    r = torch.from_numpy(np.where(valid, rewards, np.nan).astype(np.float32))
+    centred = r - torch.nanmean(r, dim=1, keepdim=True)
     if scale == "group":
-        std = np.sqrt((centred**2).sum(1, keepdims=True) / np.maximum(count - 1, 1))
+        centred = centred / (_nanstd(r, 1) + epsilon)
     elif scale == "batch":
-        every = r[valid]
-        std = np.float32(every.std(ddof=1) if len(every) > 1 else 0.0)
-    else:
-        std = None
-    advantages = centred if std is None else centred / (std + np.float32(epsilon))
-    return np.where(count >= 2, advantages, 0.0).astype(np.float32)
+        centred = centred / (_nanstd(r.reshape(1, -1), 1) + epsilon)
+    alone = valid.sum(1, keepdims=True) < 2
+    return np.where(alone, 0.0, torch.nan_to_num(centred, nan=0.0).numpy()).astype(np.float32)
+
+
+def _nanstd(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """Unbiased standard deviation along `dim`, which stays, of the entries that are not NaN."""
+    variance = ((x - x.nanmean(dim, keepdim=True)) ** 2).nanmean(dim, keepdim=True)
+    count = (~x.isnan()).sum(dim, keepdim=True)
+    return (variance * (count / (count - 1))).sqrt()
 
 
 def off_policy_weight(logp_learner: np.ndarray, logp_rollout: np.ndarray, cap: float) -> np.ndarray:

@@ -6,7 +6,6 @@ Rollout pool, Feed and learner are `rollouts.pool`, `trainers.feed` and `trainer
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -352,12 +351,10 @@ def save_model(cfg: Any, run: Run, model_path: str) -> Path | None:
 
     Adapters are merged into the weights they sit on.
     """
-    from trainers.model_folder import write_model_folder
+    from trainers.model_output import export_model
 
     saved = run.latest()
     if saved is None:
         return None
-    card = {"run": run.name, "step": saved[0], "config": run.config}
-    return write_model_folder(
-        run.path / "model", model_path, cfg.algorithm.kind, cfg.model, saved[1]["model"], json.dumps(card)
-    )
+    facts = {"run": run.name, "algorithm": cfg.algo.name, "task": cfg.env.task, "step": saved[0]}
+    return export_model(cfg.algorithm.kind, cfg, model_path, saved[1], run.path / "model", facts)

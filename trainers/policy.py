@@ -60,7 +60,8 @@ class PolicyLearner(SeamMixin, trl.GRPOTrainer):
 
     def get_train_dataloader(self) -> Any:
         """Tickets: which rows a step has is the Feed's affair, so there is nothing to skip on resume."""
-        return DataLoader(range(self.args.max_steps * self.args.gradient_accumulation_steps), batch_size=1)
+        tickets = range(self.args.max_steps * self.args.gradient_accumulation_steps)
+        return DataLoader(tickets, batch_size=1, collate_fn=_ticket)  # type: ignore[arg-type]
 
     def _prepare_inputs(self, ticket: Any) -> dict[str, Any]:
         at = self._step % self.args.gradient_accumulation_steps
@@ -71,27 +72,27 @@ class PolicyLearner(SeamMixin, trl.GRPOTrainer):
 
     def _take(self, step: int) -> None:
         number, rank, world = step // self.policy.iterations, *self._place()
+        first, device = step % self.policy.iterations == 0, self.accelerator.device
         if not self._published:
             self._publish(step)
-        if self.algorithm.observe is not None and step % self.policy.iterations == 0:
+        if first and self.algorithm.observe is not None:
             self._observe(number, rank, world)
         rows = self.feed.rows(number, rank, world)
-        for text in rows["notices"] if step % self.policy.iterations == 0 and rank == 0 else ():
-            self.context.client.event(text)
-        inputs = padded(
-            rows["samples"], rows["credit"], self._tokenizer.pad_token_id, self.accelerator.device
-        )
-        first = step % self.policy.iterations == 0
+        self._samples = rows["samples"]
+        inputs = padded(self._samples, rows["credit"], self._tokenizer.pad_token_id, device)
         self._add_log_probs(inputs, first)
         size = self.args.per_device_train_batch_size
         total = torch.tensor(float(rows["items"]), device=device)
         self._micro = [
             {**{name: value[i : i + size] for name, value in inputs.items()}, "num_items_in_batch": total}
-            for i in range(0, len(rows["samples"]), size)
+            for i in range(0, len(self._samples), size)
         ]
-        self._samples = rows["samples"]
-        ages = [step - sample.version[1] for sample in rows["samples"]]
-        self._pending.update({**rows["metrics"], "policy_age": float(np.mean(ages))})
+        if first:
+            for text in rows["notices"] if rank == 0 else ():
+                self.context.client.event(text)
+            self._pending.update(rows["metrics"])
+        ages = [step - sample.version[1] for sample in self._samples]
+        self._pending["policy_age"] = float(np.mean(ages))
 
     def _place(self) -> tuple[int, int]:
         return self.accelerator.process_index, self.accelerator.num_processes
@@ -183,10 +184,11 @@ class PolicyLearner(SeamMixin, trl.GRPOTrainer):
             return
         self._pending["engine_mismatch"] = float(difference.mean())
         fresh = not self.policy.correct and self.policy.iterations == 1
-        if self.policy.exact and fresh and float(difference.max()) > RATIO_TOLERANCE:
+        worst = float(difference.max())
+        if self.policy.exact and fresh and worst > RATIO_TOLERANCE:
             raise UserError(
                 "the learner and the engine disagree about samples of the newest weights",
-                given=f"step {self.state.global_step + 1}: log-probabilities differ by up to {float(difference.max()):.2g}",
+                given=f"step {self.state.global_step + 1}: log-probabilities differ by up to {worst:.2g}",
                 allowed=f"{RATIO_TOLERANCE:g}: both hold the same float32 weights",
                 fix="dropout or another attention kernel in the learner? Otherwise report it as a defect",
             )
@@ -307,6 +309,10 @@ def lora_publication(module: Any) -> tuple[dict[str, torch.Tensor], str, dict[st
             named[f"{base}.lora_B"] = layer.lora_B["default"].weight
             scaling[base] = float(layer.scaling["default"])
     return named, "lora", {"scaling": scaling}
+
+
+def _ticket(numbers: list[int]) -> dict[str, torch.Tensor]:
+    return {"ticket": torch.tensor(numbers)}
 
 
 def _never_called(**columns: Any) -> list[float]:
