@@ -47,6 +47,7 @@ GENERATION = {
     "repetition_penalty": "rollout.temperature",
     "generation_kwargs": "the settings under rollout",
     "cache_implementation": "rollout.engine",
+    "ds3_gather_for_generation": "learner.backend; weights are published whole",
     "reward_weights": "reward.weights",
     "log_completions": "samples.jsonl of the run, which always holds some",
     "num_completions_to_print": "samples.jsonl of the run, which always holds some",
