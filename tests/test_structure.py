@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ["envs", "rollouts", "rewards", "trainers", "algos", "evaluators", "stages", "launch"]
 OTHER_FOLDERS = {"seeds", "tests", "benchmarks"}
 # Modules of algos/ that are common knowledge, not a paper's.
-BASELINES = {"__init__", "ppo", "ppo_lag"}
+BASELINES = {"__init__", "ppo", "ppo_lag", "grpo", "sft", "dpo", "reward_model", "pretrain"}
 
 
 def tracked_files() -> list[Path]:

@@ -41,13 +41,16 @@ class Seams:
     compose: (micro-batches of the step, learner) -> as many micro-batches, perhaps of other rows;
     aggregate: (gradients (n, d)) -> (d), before clipping. One row a micro-batch of every worker, scaled so
     that their mean is the step's plain gradient; n x d numbers are kept;
-    after_step: (learner, step) -> metrics; stop_after: end the run after this many steps.
+    after_step: (learner, step) -> metrics; state_dict, load_state_dict: what of the algorithm must survive a
+    restart; stop_after: end the run after this many steps.
     """
 
     token_weight: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
     compose: Callable[[list[Any], Any], list[Any]] | None = None
     aggregate: Callable[[torch.Tensor], torch.Tensor] | None = None
     after_step: Callable[[Any, int], dict[str, Any]] | None = None
+    state_dict: Callable[[], Tree] | None = None
+    load_state_dict: Callable[[Tree], None] | None = None
     stop_after: int | None = None
 
 
@@ -93,10 +96,12 @@ class SeamMixin(Host):
 
     def extra_state(self) -> Tree:
         """More that must survive a restart; called on every rank, rank 0's is kept."""
-        return {}
+        return {} if self.seams.state_dict is None else self.seams.state_dict()
 
     def load_extra_state(self, state: Tree) -> None:
         """Undo of `extra_state`, before the first step; called on every rank."""
+        if self.seams.load_state_dict is not None:
+            self.seams.load_state_dict(state)
 
     def describe_row(self, inputs: dict[str, Any], row: int) -> str:
         """How an error message names a row of a micro-batch."""

@@ -7,7 +7,7 @@ A `LearnerMaker` is what `trainers.placement` calls in every process. Importing 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from envs.errors import UserError
 from trainers.learner_mixin import SeamMixin, Seams
 from trainers.placement import WorkerContext, backend_arguments
 from trainers.rows import training_rows
-from trainers.trl_arguments import trl_config
+from trainers.trl_arguments import loss_settings, trl_config
 
 
 class SFTLearner(SeamMixin, trl.SFTTrainer):
@@ -44,7 +44,6 @@ LEARNERS: dict[str, Any] = {
     "dpo": DPOLearner,
     "reward_model": RewardModelLearner,
 }
-ALGORITHM = ("beta", "loss_type", "epsilon", "num_iterations")  # of cfg.learner; None: TRL's default
 
 
 @dataclass(kw_only=True)
@@ -61,13 +60,12 @@ class LearnerMaker:
     task: Any = None
     rows: datasets.Dataset | None = None
     callbacks: Sequence[Any] = ()
-    seams: Callable[[], Seams] = Seams
 
     def __call__(self, context: WorkerContext) -> Any:
         from trainers.models import load_tokenizer
 
         quiet()
-        cfg = self.cfg
+        cfg, world = self.cfg, context.world_size
         tokenizer = load_tokenizer(self.model_path)
         check_tokens(tokenizer, self.model_path)
         rows = training_rows(self.kind, cfg, self.task, context.scratch) if self.rows is None else self.rows
@@ -79,16 +77,15 @@ class LearnerMaker:
             learning_rate=cfg.learner.lr,
             max_grad_norm=cfg.learner.max_grad_norm,
             per_device_train_batch_size=cfg.learner.samples_per_device_batch,
-            gradient_accumulation_steps=accumulation(cfg),
+            gradient_accumulation_steps=cfg.learner.samples_per_step
+            // (world * cfg.learner.samples_per_device_batch),
             seed=cfg.run.seed,
             save_steps=cfg.run.checkpoint_every,
             gradient_checkpointing=cfg.model.gradient_checkpointing,
             **backend_arguments(cfg),
-            **self._algorithm_arguments(),
+            **loss_settings(self.kind, cfg.learner),
         )
         transformers.set_seed(cfg.run.seed)  # before the weights that are drawn anew: heads, adapters
-        seams = self.seams()
-        seams.stop_after = cfg.run.max_steps
         return LEARNERS[self.kind](
             model=self._model(tokenizer),
             args=args,
@@ -97,15 +94,8 @@ class LearnerMaker:
             peft_config=lora(cfg, self.kind),
             callbacks=[*self.callbacks, *named_callbacks(cfg.learner.callbacks)],
             context=context,
-            seams=seams,
+            seams=seams_of(cfg),
         )
-
-    def _algorithm_arguments(self) -> dict[str, Any]:
-        from trainers.trl_arguments import trl_names
-
-        values = {name: getattr(self.cfg.learner, name, None) for name in ALGORITHM}
-        known = trl_names(self.kind)
-        return {name: value for name, value in values.items() if value is not None and name in known}
 
     def _model(self, tokenizer: Any) -> Any:
         from trainers.models import load_model
@@ -113,6 +103,14 @@ class LearnerMaker:
         if self.kind != "reward_model":
             return load_model(self.model_path, self.cfg.model)
         return load_scorer(self.model_path, self.cfg.model, tokenizer)
+
+
+def seams_of(cfg: Any) -> Seams:
+    """What the run's algorithm puts into a learner's step. Raises UserError for a seam that TRL lacks."""
+    algorithm = cfg.algorithm(cfg.algo, cfg.run.seed)
+    names = ("token_weight", "compose", "aggregate", "after_step", "state_dict", "load_state_dict")
+    filled = {name: getattr(algorithm, name, None) for name in names}
+    return Seams(stop_after=cfg.run.max_steps, **filled)
 
 
 def load_scorer(path: str, cfg: Any, tokenizer: Any) -> Any:
@@ -126,23 +124,6 @@ def load_scorer(path: str, cfg: Any, tokenizer: Any) -> Any:
     )
     model.config.pad_token_id = tokenizer.pad_token_id
     return model
-
-
-def accumulation(cfg: Any) -> int:
-    """Micro-batches per optimizer step. Raises UserError, with the arithmetic, when they don't divide."""
-    world, micro = max(1, cfg.learner.num_workers), cfg.learner.samples_per_device_batch
-    rows = cfg.learner.samples_per_step
-    if rows % (world * micro):
-        best = max(1, rows // (world * micro)) * world * micro
-        raise UserError(
-            "a step's samples do not divide into the workers' micro-batches",
-            given=f"learner.samples_per_step={rows} = {world} worker(s) x learner.samples_per_device_batch="
-            f"{micro} x {rows / (world * micro):g} accumulation steps",
-            allowed=f"whole accumulation steps: multiples of {world * micro}",
-            fix=f"set learner.samples_per_step={best}, or learner.samples_per_device_batch to a divisor of "
-            f"{rows // world}",
-        )
-    return rows // (world * micro)
 
 
 def check_tokens(tokenizer: Any, where: str) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Protocol
 
 from envs.errors import UserError
@@ -73,6 +74,11 @@ def check_placement(cfg: Any) -> None:
             f"learner.backend={cfg.learner.backend} spreads a model over processes, and there is only one",
             given=f"learner.num_workers={cfg.learner.num_workers}",
             fix="set learner.num_workers=2 or more, or learner.backend=ddp",
+        )
+    if cfg.learner.backend != "ddp" and find_spec("deepspeed") is None:
+        raise UserError(
+            f"learner.backend={cfg.learner.backend} needs the package deepspeed",
+            fix="DS_BUILD_OPS=0 pip install deepspeed, or set learner.backend=ddp",
         )
 
 

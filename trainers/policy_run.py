@@ -12,11 +12,11 @@ from rollouts.engine import EngineSpec
 from rollouts.pool import RolloutPool
 from trainers.feed import Feed, FeedConfig, remote_feed
 from trainers.learner_mixin import Seams
-from trainers.learners import ALGORITHM, check_tokens, lora, named_callbacks, quiet
+from trainers.learners import check_tokens, lora, named_callbacks, quiet
 from trainers.models import load_model, load_tokenizer
 from trainers.placement import WorkerContext, backend_arguments
 from trainers.policy import PolicyLearner, PolicySettings
-from trainers.trl_arguments import trl_config
+from trainers.trl_arguments import loss_settings, trl_config
 
 if TYPE_CHECKING:
     from trainers.run import Run
@@ -83,7 +83,6 @@ class PolicyMaker:
         cfg = self.cfg
         r, c = cfg.rollout, cfg.learner
         tokenizer = load_tokenizer(self.model_path)
-        values = {name: getattr(c, name) for name in ALGORITHM if getattr(c, name) is not None}
         accumulation = step_rows(cfg) // (world(cfg) * c.samples_per_device_batch)
         args = trl_config(
             "policy",
@@ -103,7 +102,7 @@ class PolicyMaker:
             gradient_checkpointing=cfg.model.gradient_checkpointing,
             shuffle_dataset=False,
             **backend_arguments(cfg),
-            **values,
+            **loss_settings("policy", c),
         )
         transformers.set_seed(cfg.run.seed)
         algorithm = cfg.algorithm(cfg.algo, cfg.run.seed)

@@ -62,6 +62,7 @@ OURS = {
     "gradient_accumulation_steps": "learner.samples_per_device_batch",
     "auto_find_batch_size": "learner.samples_per_device_batch",
     "max_grad_norm": "learner.max_grad_norm",
+    "max_length": "learner.max_length",
     "beta": "learner.beta",
     "epsilon": "learner.epsilon",
     "num_iterations": "learner.num_iterations",
@@ -94,6 +95,8 @@ OURS = {
     "gradient_checkpointing": "model.gradient_checkpointing",
     "trust_remote_code": "model.trust_remote_code",
 }
+# Settings of ours that TRL knows by the same name, for some kinds; None leaves TRL's default.
+LOSS_SETTINGS = {"beta": None, "epsilon": None, "loss_type": None, "num_iterations": 1, "max_length": None}
 PREFIXES = {"vllm_": "rollout.engine=vllm", "push_to_hub": "nothing", "hub_": "nothing"}
 
 
@@ -139,6 +142,24 @@ def check_trl_arguments(kind: str, arguments: Mapping[str, Any]) -> None:
                 f"TRL's {CONFIGS[kind][1]} has no argument {name!r}",
                 given=f"learner.trl.{name}={value}",
                 allowed=nearest(name, open_names),
+            )
+
+
+def loss_settings(kind: str, learner: Any) -> dict[str, Any]:
+    """The settings of the section `learner` that TRL's config of this kind has and that were made."""
+    values = {name: getattr(learner, name) for name in LOSS_SETTINGS}
+    return {name: value for name, value in values.items() if value is not None and name in trl_names(kind)}
+
+
+def check_loss_settings(kind: str, learner: Any) -> None:
+    """Raise UserError for a setting of the section `learner` that this kind of learner has no use for."""
+    for name, idle in LOSS_SETTINGS.items():
+        value = getattr(learner, name)
+        if name not in trl_names(kind) and value not in (None, idle):
+            raise UserError(
+                f"learner.{name} means nothing to {kind}",
+                given=f"learner.{name}={value}",
+                fix="leave it out",
             )
 
 
