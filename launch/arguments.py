@@ -39,7 +39,7 @@ class Arguments:
 def read(argv: Sequence[str]) -> Arguments:
     """Checks a command line of launch/train.py and rewrites it for Hydra. Raises UserError."""
     flags, tokens, multirun = _split(argv)
-    overrides = [parse(token) for token in tokens]
+    overrides = [parse(_full_name(token)) for token in tokens]
     groups = [o for o in overrides if o.key_or_group in config.GROUPS]
     settings = [o for o in overrides if o.key_or_group not in config.GROUPS]
     choices = {o.key_or_group: _choices(o, multirun) for o in groups}
@@ -52,6 +52,7 @@ def read(argv: Sequence[str]) -> Arguments:
     for name in algorithms:
         for size in choices.get("size", []):
             config.check_size(name, size)
+    choices["env"] = _environments(algorithms, choices.get("env"))
     sweeps_algorithms = len(algorithms) > 1
     # Hydra composes a sweep's own config without the swept values, so with the default algorithm.
     config.register([*algorithms, *([config.default("algo")] if sweeps_algorithms else [])])
@@ -65,6 +66,30 @@ def read(argv: Sequence[str]) -> Arguments:
     chosen = [f"{group}={','.join(values)}" for group, values in choices.items()]
     given = {o.key_or_group: o.get_value_string() for o in overrides}
     return Arguments(flags + chosen + checked, given)
+
+
+def _environments(algorithms: Sequence[str], given: list[str] | None) -> list[str]:
+    """The environments that were asked for, or the algorithms' default. Raises UserError for a wrong pair."""
+    allowed = {name: config.envs(name) for name in algorithms}
+    if given is None:
+        defaults = {envs[0] for envs in allowed.values()}
+        if len(defaults) > 1:
+            raise UserError(
+                "these algorithms train in different kinds of environments",
+                given=", ".join(f"algo={name}: {envs[0]}" for name, envs in allowed.items()),
+                fix="sweep over algorithms of one kind at a time",
+            )
+        return [defaults.pop()]
+    for name, envs in allowed.items():
+        for env in given:
+            if env not in envs:
+                raise UserError(
+                    f"algo={name} does not train in env={env}",
+                    given=f"env={env}",
+                    allowed=envs,
+                    fix=f"env={envs[0]}",
+                )
+    return given
 
 
 def read_into(kind: type[T], argv: Sequence[str]) -> T:
@@ -113,6 +138,12 @@ def parse(token: str) -> Override:
             f"'{token}' can't be read: {str(error).splitlines()[-1]}",
             fix="quote values with special characters twice: 'key=\"value\"'",
         ) from error
+
+
+def _full_name(token: str) -> str:
+    """`model=<name>` names a model, not a group of settings."""
+    key, sign, value = token.partition("=")
+    return f"model.name={value}" if key == "model" and sign else token
 
 
 def _values(override: Override, multirun: bool) -> list[str]:

@@ -18,7 +18,7 @@ from omegaconf import BooleanNode, DictConfig, OmegaConf, StringNode
 from omegaconf.errors import OmegaConfBaseException
 
 from envs.errors import UserError, nearest
-from trainers.config import AlgorithmConfig, schema
+from trainers.config import AlgorithmConfig, engine_of, load_class, schema
 
 CONF = Path(__file__).resolve().parent / "conf"
 GROUPS = ("algo", "env", "size")
@@ -34,6 +34,10 @@ RESUMABLE = (
     "rollout.num_env_runners",
     "rollout.timeout_s",
     "rollout.max_restarts",
+    "rollout.num_workers",
+    "rollout.deadline_s",
+    "learner.max_restarts",
+    "learner.timeout_s",
 )
 
 
@@ -52,6 +56,11 @@ def default(group: str) -> str:
 def algorithm(name: str) -> AlgorithmConfig:
     """What conf/algo/<name>.yaml says under `algorithm`: class_path and aliases."""
     return AlgorithmConfig(**OmegaConf.load(CONF / "algo" / f"{name}.yaml").algorithm)
+
+
+def envs(name: str) -> tuple[str, ...]:
+    """The environments that an algorithm's engine trains in, the default first. Imports its module."""
+    return engine_of(load_class(algorithm(name).class_path)).ENVS
 
 
 def aliases() -> dict[str, str]:

@@ -6,6 +6,7 @@ video.mp4 and report.html into the run's folder. Exit codes: 0 done; 2 wrong inp
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from collections.abc import Sequence
@@ -52,12 +53,16 @@ def main(argv: Sequence[str]) -> int:
         if cfg.episodes < 1:
             raise UserError("episodes must be at least 1", given=cfg.episodes)
         run = Run.open(cfg.run, cfg.dir)
-        preflight.check_extra(run.config["env"]["kind"])
-        preflight.check_writable(run.path)
-        from evaluators.control import evaluate_run, print_table
+        from trainers.config import engine_of, typed
         from trainers.report import write_report
 
-        print_table(evaluate_run(run.path, episodes=cfg.episodes, seed=cfg.seed, video=cfg.video))
+        settings = typed(run.config)
+        engine = engine_of(settings.algorithm)
+        preflight.check_extras(engine.extras(settings))
+        preflight.check_writable(run.path)
+        evaluator = importlib.import_module(engine.EVALUATOR)
+        more = {} if cfg.video else {"video": False}
+        evaluator.print_table(evaluator.evaluate_run(run.path, episodes=cfg.episodes, seed=cfg.seed, **more))
         print(f"report: {write_report(run.path)}")
     except UserError as error:
         print(error, file=sys.stderr)

@@ -167,16 +167,16 @@ def check_installation() -> list[str]:
     return [check_python(about["requires-python"]), packages, check_rooms()]
 
 
-def check_extra(kind: str) -> list[str]:
-    """The packages that a kind of environment needs beside the common ones."""
-    if kind != "safety-gym":
-        return []
-    unpinned = [line for line in (CHECKOUT / "constraints" / "no-deps.txt").read_text().splitlines() if line]
-    return [
-        check_packages(
-            [*project()["optional-dependencies"]["safety"], *(r for r in unpinned if not r.startswith("#"))]
-        )
-    ]
+def check_extras(names: Iterable[str]) -> list[str]:
+    """The packages of optional dependencies (extras of pyproject.toml) that a run needs."""
+    lines = []
+    for name in names:
+        wanted = list(project()["optional-dependencies"][name])
+        if name == "safety":
+            unpinned = (CHECKOUT / "constraints" / "no-deps.txt").read_text().splitlines()
+            wanted += [line for line in unpinned if line and not line.startswith("#")]
+        lines.append(check_packages(wanted))
+    return lines
 
 
 def check_machine(resources: Mapping[str, float], runs_dir: Path, environ: Mapping[str, str]) -> list[str]:

@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
         if cfg.out is None:
             raise UserError("where shall the trajectories be written?", fix="out=<file>")
         run = Run.open(cfg.run, cfg.dir)
-        preflight.check_extra(run.config["env"]["kind"])
+        preflight.check_extras(["safety"] if run.config["env"]["kind"] == "safety-gym" else [])
         preflight.check_writable(Path(cfg.out).absolute().parent)
         from evaluators.recorder import record_run
         from rewards.labels import ThresholdOracle

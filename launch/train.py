@@ -6,6 +6,7 @@ closed terminal after a checkpoint; 1 anything else, with its traceback.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -25,7 +26,7 @@ sys.path[:] = [
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from envs.errors import UserError
-from envs.make import own_horizon
+from envs.make import EnvConfig, own_horizon
 from launch import preflight
 
 if TYPE_CHECKING:
@@ -80,6 +81,7 @@ def job(cfg: DictConfig, given: Mapping[str, str]) -> int:
             values.setdefault("run", {})["dir"] = str(found.path.parent)
         settings = typed(values)
         engine = engine_of(settings.algorithm)
+        preflight.check_extras(engine.extras(settings))
         note = set_horizon(settings, values)
         checks = check(settings, engine)
         lines = engine.describe(settings) + note
@@ -99,12 +101,13 @@ def job(cfg: DictConfig, given: Mapping[str, str]) -> int:
     code = train(settings, engine, run, given)
     if code:
         report(run)
-    return code or evaluate(run)
+    return code or evaluate(run, engine)
 
 
 def set_horizon(settings: TrainConfig, values: Mapping[str, Any]) -> list[str]:
     """Put the environment's own horizon in the place of null; a line if the config's one is shorter."""
-    preflight.check_extra(settings.env.kind)
+    if not isinstance(settings.env, EnvConfig):
+        return []
     env, own = settings.env, own_horizon(settings.env)
     if env.horizon is None:
         env.horizon = values["env"]["horizon"] = own
@@ -121,7 +124,7 @@ def check(settings: TrainConfig, engine: Any) -> list[str]:
 
     settings.run.check()
     config.check_size(settings.algo.name, settings.size)
-    lines = [*preflight.check_installation(), *preflight.check_extra(settings.env.kind)]
+    lines = [*preflight.check_installation(), *preflight.check_extras(engine.extras(settings))]
     engine.check(settings)
     return lines + preflight.check_machine(engine.resources(settings), Path(settings.run.dir), os.environ)
 
@@ -164,14 +167,14 @@ def stopped(reason: str, advice: str) -> int:
     return EXIT_CODES[reason]
 
 
-def evaluate(run: Run) -> int:
+def evaluate(run: Run, engine: Any) -> int:
     """Evaluation, video, curves and report of a run that is done; the exit code."""
     again = f"python launch/evaluate.py run={name_of(run)} episodes={EPISODES}"
     try:
-        from evaluators.control import evaluate_run, print_table
         from trainers.report import write_report
 
-        print_table(evaluate_run(run.path, episodes=EPISODES, seed=run.cfg.seed))
+        evaluator = importlib.import_module(engine.EVALUATOR)
+        evaluator.print_table(evaluator.evaluate_run(run.path, episodes=EPISODES, seed=run.cfg.seed))
         print(f"report: {write_report(run.path)}")
     except (UserError, KeyboardInterrupt) as error:
         print(

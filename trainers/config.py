@@ -32,13 +32,13 @@ class AlgorithmConfig:
 class TrainConfig(SimpleNamespace):
     """What an engine is given: one typed member per section of the config.
 
-    algorithm: the class; run, env, algo: `RunConfig`, `EnvConfig` and the algorithm's own `Config`;
-    size: of the recipe; and each section of the engine (`rollout`, `learner`).
+    algorithm: the class; run, env, algo: `RunConfig`, the engine's kind of environment (`EnvConfig` if it
+    names none) and the algorithm's own `Config`; size: of the recipe; and each section of the engine.
     """
 
     algorithm: Any  # a class
     run: RunConfig
-    env: EnvConfig
+    env: Any
     algo: Any
     size: str
 

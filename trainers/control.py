@@ -73,6 +73,13 @@ class LearnerConfig:
 
 
 SECTIONS = {"rollout": RolloutConfig, "learner": LearnerConfig}
+ENVS = ("safety-gym", "gym")  # what env= may name, the default first
+EVALUATOR = "evaluators.control"
+
+
+def extras(cfg: Any) -> list[str]:
+    """Optional dependencies that a config needs."""
+    return ["safety"] if cfg.env.kind == "safety-gym" else []
 
 
 @dataclass

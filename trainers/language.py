@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from envs.text_tasks import TextTaskConfig, check_task_config, make_task
-
 from envs.errors import UserError
+from envs.text_tasks import TextTaskConfig, check_task_config, make_task
 from rollouts.samples import SamplingParams
 from trainers.models import ModelConfig, check_model_config
 from trainers.placement import check_placement, run_learner
@@ -88,7 +87,18 @@ SECTIONS = {
     "reward": RewardConfig,
 }
 KINDS = ("policy", "sft", "pretrain", "dpo", "reward_model")
-ENV = "chained-arithmetic"  # the task when the command line names none
+ENVS = ("chained-arithmetic", "countdown", "sudoku4", "reasoning-gym", "dataset")  # the default first
+EVALUATOR = "evaluators.language"
+
+
+def extras(cfg: Any) -> list[str]:
+    """Optional dependencies that a config needs."""
+    needed = ["language"]
+    if cfg.learner.backend != "ddp":
+        needed.append("deepspeed")
+    if cfg.env.task.startswith("reasoning_gym") or "math" in cfg.reward.names:
+        needed.append("data")
+    return needed
 
 
 class LanguageAlgorithm:

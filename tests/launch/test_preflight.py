@@ -107,8 +107,8 @@ def test_python() -> None:
 
 def test_this_installation_passes() -> None:
     assert len(preflight.check_installation()) == 3
-    assert "safety-gymnasium 1.0.0" in preflight.check_extra("safety-gym")[0]
-    assert preflight.check_extra("gym") == []
+    assert "safety-gymnasium 1.0.0" in preflight.check_extras(["safety"])[0]
+    assert preflight.check_extras([]) == []
 
 
 @pytest.mark.parametrize("ours_is_first", [True, False])
