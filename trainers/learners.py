@@ -68,7 +68,9 @@ class LearnerMaker:
         cfg, world = self.cfg, context.world_size
         tokenizer = load_tokenizer(self.model_path)
         check_tokens(tokenizer, self.model_path)
-        rows = training_rows(self.kind, cfg, self.task, context.scratch) if self.rows is None else self.rows
+        rows = self.rows
+        if rows is None:
+            rows = training_rows(self.kind, cfg, self.task, tokenizer, context.scratch)
         args = trl_config(
             self.kind,
             cfg.learner.trl,
@@ -115,13 +117,19 @@ def seams_of(cfg: Any) -> Seams:
 
 def load_scorer(path: str, cfg: Any, tokenizer: Any) -> Any:
     """The model of a folder with one output, the reward, read off the last token that is not padding."""
-    model = transformers.AutoModelForSequenceClassification.from_pretrained(
-        path,
-        num_labels=1,
-        dtype=cfg.dtype,
-        attn_implementation=cfg.attn_implementation,
-        trust_remote_code=cfg.trust_remote_code,
-    )
+    try:
+        model = transformers.AutoModelForSequenceClassification.from_pretrained(
+            path,
+            num_labels=1,
+            dtype=cfg.dtype,
+            attn_implementation=cfg.attn_implementation,
+            trust_remote_code=cfg.trust_remote_code,
+            use_safetensors=True,
+        )
+    except (OSError, ValueError, ImportError) as error:
+        raise UserError(
+            f"the model can't be loaded with a scalar head: {str(error).splitlines()[0]}", given=path
+        ) from error
     model.config.pad_token_id = tokenizer.pad_token_id
     return model
 

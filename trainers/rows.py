@@ -34,7 +34,7 @@ MAX_ROWS = 100_000  # of a task that can make more than that
 TRIES = 50  # other prompts to look at for a completion that is wrong here
 
 
-def training_rows(kind: str, cfg: Any, task: Any, scratch: str) -> datasets.Dataset:
+def training_rows(kind: str, cfg: Any, task: Any, tokenizer: Any, scratch: str) -> datasets.Dataset:
     """The dataset that a learner of `kind` trains on. Raises UserError when it is empty or lacks columns.
 
     `cfg.env.path` names a dataset (see `read_dataset`); without one the rows are the task's own.
@@ -48,7 +48,7 @@ def training_rows(kind: str, cfg: Any, task: Any, scratch: str) -> datasets.Data
     else:
         wanted = cfg.learner.samples_per_step * cfg.learner.steps
         count = min(wanted, MAX_ROWS, task.train_size or MAX_ROWS)
-        rows = datasets.Dataset.from_list(list(task_rows(kind, task, count)))
+        rows = datasets.Dataset.from_list(list(task_rows(kind, task, tokenizer, count)))
     check_rows(kind, rows, path or f"the task {cfg.env.task}", cfg.learner.trl.get("dataset_text_field"))
     return rows
 
@@ -96,7 +96,7 @@ def check_rows(kind: str, rows: Any, where: str, text_field: str | None = None) 
         raise UserError(f"the dataset of {where} has no rows", given=f"columns {sorted(names)}, 0 rows")
 
 
-def task_rows(kind: str, task: Any, count: int) -> Iterator[dict[str, Any]]:
+def task_rows(kind: str, task: Any, tokenizer: Any, count: int) -> Iterator[dict[str, Any]]:
     """Rows of a text task's training split, from its demonstrations.
 
     For pairs, `chosen` is the demonstration and `rejected` the demonstration of the next prompt whose answer
@@ -109,7 +109,7 @@ def task_rows(kind: str, task: Any, count: int) -> Iterator[dict[str, Any]]:
                 f"this task has no demonstrations, which {kind} learns from",
                 fix="choose another env.task, or give a dataset in env.path",
             )
-        before, after = written(prompt, shown)
+        before, after = written(prompt, shown, tokenizer)
         if kind == "pretrain":
             yield {"text": before + after}
         elif kind == "sft":
@@ -117,7 +117,7 @@ def task_rows(kind: str, task: Any, count: int) -> Iterator[dict[str, Any]]:
         else:
             wrong = next((text for text in _others(task, index) if task.check(prompt.meta, text) < 1), None)
             if wrong is not None:
-                yield {"prompt": before, "chosen": after, "rejected": written(prompt, wrong)[1]}
+                yield {"prompt": before, "chosen": after, "rejected": written(prompt, wrong, tokenizer)[1]}
 
 
 def _others(task: Any, index: int) -> Iterator[str]:
@@ -128,9 +128,17 @@ def _others(task: Any, index: int) -> Iterator[str]:
             yield text
 
 
-def written(prompt: Any, completion: str) -> tuple[Any, Any]:
-    """(prompt, completion) as TRL's columns hold them: both texts, or both lists of messages."""
-    messages = getattr(prompt, "messages", None)
-    if messages:
-        return messages, [{"role": "assistant", "content": completion}]
+def written(prompt: Any, completion: str, tokenizer: Any) -> tuple[Any, Any]:
+    """(prompt, completion) as TRL's columns hold them: both texts, or both lists of messages.
+
+    TRL tokenizes the two texts as one. A blank or a line break is put between them where only then the tokens
+    are those of the prompt, as a rollout sees it, and those of the completion.
+    """
+    if getattr(prompt, "messages", None):
+        return prompt.messages, [{"role": "assistant", "content": completion}]
+    before = tokenizer(prompt.text)["input_ids"]
+    for between in ("", " ", "\n"):
+        after = tokenizer(between + completion, add_special_tokens=False)["input_ids"]
+        if tokenizer(prompt.text + between + completion)["input_ids"] == before + after:
+            return prompt.text, between + completion
     return prompt.text, completion

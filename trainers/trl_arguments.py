@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import warnings
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -183,7 +184,10 @@ def trl_config(kind: str, arguments: Mapping[str, Any], **ours: Any) -> Any:
         "use_cpu": not torch.cuda.is_available(),
     }
     try:
-        return getattr(trl, CONFIGS[kind][1])(**{**always, **ours, **arguments})
+        with warnings.catch_warnings():
+            # TRL's own name for it, which transformers is about to change.
+            warnings.filterwarnings("ignore", ".*gradient_checkpointing.*", FutureWarning)
+            return getattr(trl, CONFIGS[kind][1])(**{**always, **ours, **arguments})
     except (TypeError, ValueError) as error:
         raise UserError(
             f"TRL's {CONFIGS[kind][1]} refuses its arguments: {error}",
