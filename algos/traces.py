@@ -462,9 +462,11 @@ class Traces(ControlAlgorithm):
     def describe(cls, cfg: Any) -> list[str]:
         c = cfg.algo
         prefixes = len(prefix_ends(cfg.env.horizon, c.slice_steps))
+        truly = (c.p_safe_limit - c.noise) / (1 - 2 * c.noise)  # P_safe is that of the label, flips included
+        meaning = f", so {truly:.0%} truly safe episodes" if c.noise else ""
         return [
             f"hidden limit: {c.budget:g} cost an episode, told to the annotator only; constraint "
-            f"E[P_safe] >= {c.p_safe_limit:g}",
+            f"E[P_safe] >= {c.p_safe_limit:g}{meaning}",
             f"{prefixes} labels a trajectory (a prefix every {c.slice_steps} steps), noise {c.noise:g}",
         ]
 

@@ -444,6 +444,13 @@ def test_a_limit_below_one_minus_noise_is_accepted() -> None:
     Traces.check(settings(noise=0.0, p_safe_limit=0.99))
 
 
+def test_what_the_limit_means_under_noise_is_said() -> None:
+    """0.72 = 0.2 + 0.6 s for a share s of truly safe episodes: s = 13 / 15."""
+    line = Traces.describe(settings(noise=0.2, p_safe_limit=0.72))[0]
+    assert line.endswith("constraint E[P_safe] >= 0.72, so 87% truly safe episodes")
+    assert Traces.describe(settings())[0].endswith("constraint E[P_safe] >= 0.9")
+
+
 # -- 6. class weights, and what the gradient cannot see
 
 
