@@ -73,6 +73,7 @@ class Recipe:
     callbacks: list[Any] = field(default_factory=list)
     data: Any = None
     max_restarts: int = 2
+    timeout_s: float = 240
 
     def arguments(self, folder: str) -> Any:
         """The TRL config, as a learner gets it."""
@@ -95,7 +96,10 @@ class Recipe:
         """The part of the config that placement reads."""
         return SimpleNamespace(
             learner=SimpleNamespace(
-                num_workers=self.workers, backend=self.backend, timeout_s=120, max_restarts=self.max_restarts
+                num_workers=self.workers,
+                backend=self.backend,
+                timeout_s=self.timeout_s,
+                max_restarts=self.max_restarts,
             )
         )
 
