@@ -64,9 +64,10 @@ class Countdown(GeneratedTask):
         else:
             raise self._too_few("no target in reach in 10,000 draws")
         target, shown, _ = made
-        meta = {"numbers": numbers, "target": target, "answer": self._write(shown)}
+        solution = self._write(shown)
+        meta = {"numbers": numbers, "target": target, "answer": solution}
         text = f"{' , '.join(map(str, numbers))} : {target} ="
-        return Problem(text=self._write(text), shown=meta["answer"], meta=meta)
+        return Problem(text=self._write(text), shown=solution, meta=meta)
 
     def key(self, problem: Problem) -> str:
         """See `GeneratedTask`."""

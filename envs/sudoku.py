@@ -43,7 +43,7 @@ class Sudoku4(TextTask):
         self.options: Options = read_options(Options, cfg.options)
         check_range("blanks", self.options.blanks, 1, SIZE * SIZE)
         check_range("train_grids", self.options.train_grids, 1, GRIDS - 1)
-        self.seed = cfg.seed
+        self.cfg, self.seed = cfg, cfg.seed
         grids = solved_grids()
         random.Random(f"sudoku4/{cfg.seed}/split").shuffle(grids)
         self.train_grids, held_out = grids[: self.options.train_grids], grids[self.options.train_grids :]

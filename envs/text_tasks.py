@@ -66,10 +66,12 @@ class Prompt:
 class TextTask:
     """What all tasks have. `train(i)` for 0 <= i < train_size (None: endless), `eval(i)` for i < eval_size.
 
+    cfg: what `make_task` made it of.
     pattern: a regular expression that well-formed completions match from end to end, or None.
     untrusted_check: `check` may run for ever or run what a completion says; call it in a child process.
     """
 
+    cfg: TextTaskConfig
     train_size: int | None
     eval_size: int
     pattern: str | None = None
@@ -111,7 +113,7 @@ class GeneratedTask(TextTask):
     name: str
 
     def __init__(self, cfg: TextTaskConfig) -> None:
-        self.seed = cfg.seed
+        self.cfg, self.seed = cfg, cfg.seed
         self.train_size = cfg.train_size
         self.eval_size = EVAL_SIZE if cfg.eval_size is None else cfg.eval_size
         self._held_out: list[Problem] = []

@@ -133,8 +133,7 @@ def _format(task: Any, deadline_s: float) -> Rewarder:
 
 
 def _math(task: Any, deadline_s: float) -> Rewarder:
-    from rewards.child import ChildRewarder
-    from rewards.mathematics import MathCheck
+    from rewards.child import ChildRewarder, MathCheck
 
     return ChildRewarder(MathCheck(), deadline_s=deadline_s)
 

@@ -123,3 +123,17 @@ def unpicklable(prompts: list[str], completions: list[str], **columns: Any) -> l
 
 def enormous(prompts: list[str], completions: list[str], **columns: Any) -> list[Any]:
     return ["9" * (64 << 20) for _ in completions]
+
+
+def forks_and_allocates(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+    """Each process fills 100 MB with bytes of its own."""
+    for _ in range(5):
+        if os.fork() == 0:
+            break
+    held = os.urandom(1 << 20) * 100
+    time.sleep(3600)
+    return [float(len(held)) for _ in completions]
+
+
+def sees_token(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+    return [float("HF_TOKEN" in os.environ) for _ in completions]
