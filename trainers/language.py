@@ -118,6 +118,12 @@ class LanguageAlgorithm:
     credit: Callable[[list[list[Sample]], np.ndarray], list[np.ndarray]] | None = None
     # log_probs(model, inputs) -> (log-probabilities (B, T), entropies (B, T)); for old, reference and current
     likelihood: Any = None
+    # (logits (N, V), labels (N)) -> weights (N), without gradient; see trainers.token_weight; kind "sft"
+    token_weight: Callable[[Any, Any], Any] | None = None
+    # (micro-batches of a step, learner) -> as many micro-batches
+    compose: Callable[[list[Any], Any], list[Any]] | None = None
+    # (gradients (n, d)) -> (d), before clipping; a row is a micro-batch of one worker
+    aggregate: Callable[[Any], Any] | None = None
     # (learner, step) -> metrics, after every optimizer step
     after_step: Callable[[Any, int], dict[str, Any]] | None = None
 

@@ -66,7 +66,7 @@ class LearnerMaker:
 
         quiet()
         cfg, world = self.cfg, context.world_size
-        tokenizer = load_tokenizer(self.model_path)
+        tokenizer = load_tokenizer(self.model_path, cfg.model)
         check_tokens(tokenizer, self.model_path)
         rows = self.rows
         if rows is None:

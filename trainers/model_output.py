@@ -14,7 +14,7 @@ import transformers
 
 from trainers import learner_state
 from trainers.checkpoint import Tree, write_error
-from trainers.learners import load_scorer, lora
+from trainers.learners import load_scorer, lora, quiet
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -30,7 +30,8 @@ def export_model(
     """
     from trainers.models import load_model, load_tokenizer
 
-    tokenizer = load_tokenizer(model_path)
+    quiet()
+    tokenizer = load_tokenizer(model_path, cfg.model)
     if kind == "reward_model":
         model = load_scorer(model_path, cfg.model, tokenizer)
     else:

@@ -12,11 +12,11 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from envs.errors import UserError
+from envs.errors import UserError, nearest
 
 FORMAT = 1  # of the cached folders; raise it when the recipe below changes
 SPECIAL = ("<pad>", "<eos>", "<unk>")
@@ -33,7 +33,7 @@ class ModelConfig:
     attn_implementation: str = "sdpa"
     trust_remote_code: bool = False
     gradient_checkpointing: bool = False
-    peft: dict[str, Any] | None = None  # arguments of peft.LoraConfig; None trains every weight
+    peft: dict[str, Any] = field(default_factory=dict)  # of peft.LoraConfig; empty: train every weight
     pad_token: str | None = None  # for tokenizers that lack one
     eos_token: str | None = None
     tiny_layers: int = 2
@@ -100,8 +100,8 @@ def prepare_model(cfg: ModelConfig, task: Any, say: Callable[[str], None] = prin
         ) from error
 
 
-def load_tokenizer(path: str | Path) -> Any:
-    """The tokenizer of a folder, padding on the left.
+def load_tokenizer(path: str | Path, cfg: ModelConfig | None = None) -> Any:
+    """The tokenizer of a folder, padding on the left, with the config's pad and eos tokens if it names some.
 
     One that was made here is loaded as what it is: transformers would rebuild it by the model's type.
     """
@@ -117,6 +117,17 @@ def load_tokenizer(path: str | Path) -> Any:
             f"the tokenizer can't be loaded: {str(error).splitlines()[0]}", given=str(path)
         ) from error
     tokenizer.padding_side = "left"
+    for name in ("pad_token", "eos_token"):
+        token = getattr(cfg, name, None)
+        if token is None:
+            continue
+        if token not in tokenizer.get_vocab():
+            raise UserError(
+                f"the tokenizer does not know this model.{name}",
+                given=token,
+                allowed=nearest(token, tokenizer.get_vocab()),
+            )
+        setattr(tokenizer, name, token)
     return tokenizer
 
 

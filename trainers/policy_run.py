@@ -32,7 +32,7 @@ def feed_for(cfg: Any, run: Run, task: Any, model_path: str, stack: ExitStack) -
     from trainers.language import planned_iterations, sampling
 
     r, c = cfg.rollout, cfg.learner
-    tokenizer = load_tokenizer(model_path)
+    tokenizer = load_tokenizer(model_path, cfg.model)
     check_tokens(tokenizer, model_path)
     if r.num_workers or c.num_workers:
         from trainers.ray_cluster import local_cluster
@@ -82,7 +82,7 @@ class PolicyMaker:
         quiet()
         cfg = self.cfg
         r, c = cfg.rollout, cfg.learner
-        tokenizer = load_tokenizer(self.model_path)
+        tokenizer = load_tokenizer(self.model_path, cfg.model)
         accumulation = step_rows(cfg) // (world(cfg) * c.samples_per_device_batch)
         args = trl_config(
             "policy",
@@ -123,7 +123,12 @@ class PolicyMaker:
                 exact=exact and algorithm.likelihood is None,
             ),
             context=context,
-            seams=Seams(after_step=algorithm.after_step, stop_after=cfg.run.max_steps),
+            seams=Seams(
+                compose=algorithm.compose,
+                aggregate=algorithm.aggregate,
+                after_step=algorithm.after_step,
+                stop_after=cfg.run.max_steps,
+            ),
         )
 
 
