@@ -11,13 +11,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import transformers
+from safetensors import SafetensorError
 
+from envs.errors import UserError
 from trainers import learner_state
 from trainers.checkpoint import Tree, write_error
 from trainers.learners import load_scorer, lora, quiet
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+MAKE_ROOM = "make room or restore access there, then resume the run"
 
 
 def export_model(
@@ -54,8 +58,13 @@ def export_model(
         shutil.rmtree(folder, ignore_errors=True)
         aside.rename(folder)
     except OSError as error:
-        fix = "make room or restore access there, then resume the run"
-        raise write_error(error, "the trained model", folder, fix) from error
+        raise write_error(error, "the trained model", folder, MAKE_ROOM) from error
+    except SafetensorError as error:  # hides the OSError in its text
+        raise UserError(
+            f"Cannot write the trained model: {error}.", given=str(folder), fix=MAKE_ROOM
+        ) from error
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
     return folder
 
 
