@@ -54,14 +54,35 @@ GROUPS = (
     Group("time", "Time of one learner step", "seconds", r"seconds_.*"),
     Group("length", "Episode length", "environment steps per episode", r"episode_length.*"),
 )
-NOT_CURVES = {"step", "env_steps", "seconds"}
+LANGUAGE = (  # of runs that take no environment steps
+    Group("reward", "Reward", "mean over a batch", r"reward|reward/[^/]+"),
+    Group("accuracy", "Accuracy", "share", r"mean_token_accuracy|accuracy|rewards/accuracies"),
+    Group("loss", "Loss", "loss", r"loss"),
+    Group("tokens", "Length of completions", "tokens", r"completion_length.*"),
+    Group("entropy", "Entropy of the policy", "nats per token", r"entropy"),
+    Group("kl", "Distance to the reference policy", "KL in nats per token", r"kl"),
+    Group("clip", "Clipped ratios", "share of tokens", r"clip_ratio/.*_mean"),
+    Group("age", "Age of the weights that drew", "learner steps", r"policy_age"),
+    Group("mismatch", "Engine mismatch", "mean |difference| of log-probabilities", r"engine_mismatch"),
+    Group(
+        "lost",
+        "Nothing to learn from",
+        "share",
+        r"frac_reward_zero_std|reward_failures|completions_cut",
+    ),
+    Group("margin", "Margin of chosen over rejected", "reward", r"margin|rewards/margins"),
+    Group("gradient", "Norm of the gradient before clipping", "norm", r"grad_norm"),
+)
+NOT_CURVES = {"step", "env_steps", "seconds", "epoch"}
+IN_ENV_STEPS = "environment steps"
 Curve = tuple[np.ndarray, np.ndarray]
 
 
 def write_curves(run_dir: str | Path) -> list[Path]:
     """`curves/<group>.png` for every group of metrics that was reported; the ungrouped share `others.png`.
 
-    The x axis is `env_steps`, or the learner step for runs without. Raises UserError when the disk refuses.
+    The x axis is `env_steps`, or the learner step for runs without; these have the LANGUAGE groups. Raises
+    UserError when the disk refuses.
     """
     run_dir = Path(run_dir)
     keep_matplotlib_out_of_home()
@@ -70,7 +91,7 @@ def write_curves(run_dir: str | Path) -> list[Path]:
     x_label, curves = collect(rows)
     folder = run_dir / "curves"
     figures = {}
-    for group in GROUPS:
+    for group in GROUPS if x_label == IN_ENV_STEPS else LANGUAGE:
         members = {name: curves.pop(name) for name in list(curves) if re.fullmatch(group.pattern, name)}
         if members:
             figures[group.file] = _draw_group(group, members, x_label, config)
@@ -106,7 +127,7 @@ def collect(rows: Sequence[Mapping[str, Any]]) -> tuple[str, dict[str, Curve]]:
     """(label of the x axis, {metric: (x, y)}) without the rows where a metric is null or missing."""
     names = {name: None for row in rows for name in row if name not in NOT_CURVES}
     in_env_steps = bool(rows) and "env_steps" in rows[0]
-    key, label = ("env_steps", "environment steps") if in_env_steps else ("step", "learner steps")
+    key, label = ("env_steps", IN_ENV_STEPS) if in_env_steps else ("step", "learner steps")
     curves = {}
     for name in names:
         points = [(row[key], row[name]) for row in rows if row.get(name) is not None]

@@ -18,6 +18,9 @@ from trainers.curves import setting, write_curves
 from trainers.display import format_duration, format_value
 from trainers.files import replace_file
 from trainers.metrics import read_metrics
+from trainers.samples_log import read_samples
+from trainers.samples_table import POLICY, samples_table
+from trainers.samples_table import STYLE as SAMPLES_STYLE
 
 __all__ = ["write_curves", "write_report"]
 
@@ -28,8 +31,19 @@ TILES = (  # metric, label, over how many of the last reports the mean is taken
     ("violation_rate", "episodes over the budget", 10),
     ("p_safe", "P_safe", 10),
     ("labels_used", "labels used", 1),
+    ("reward", "reward", 10),
+    ("mean_token_accuracy", "accuracy of a token", 10),
+    ("accuracy", "pairs in the right order", 10),
+    ("rewards/accuracies", "pairs in the right order", 10),
+    ("loss", "loss", 10),
+    ("completion_length", "tokens of a completion", 10),
+    ("entropy", "entropy of a token in nats", 10),
+    ("reward_failures", "rewards that failed", 10),
 )
-RATES = {"violation_rate"}
+RATES = {
+    "violation_rate", "mean_token_accuracy", "accuracy", "rewards/accuracies", "reward_failures",
+}  # fmt: skip
+NO_TILE = {"loss": "reward"}  # of a run that has the other: a policy's loss says nothing
 VIDEOS = {"video.mp4": "video/mp4", "video.gif": "image/gif"}
 STYLE = """
 :root { color-scheme: light dark;
@@ -89,12 +103,15 @@ def write_report(run_dir: str | Path) -> Path:
         _section("Evaluation", _evaluation(_read_json(run_dir / "evaluation.json"))),
         _section("One episode", _video(run_dir)),
         _section("Curves", _curves(curves)),
+        _section("Samples", samples_table(read_samples(run_dir))),
         _section("Config", _config(config)),
         _section("Events", _events(run_dir / "events.log")),
     ]
     page = (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(run_dir.name)}</title>'
-        f'<meta name="viewport" content="width=device-width"><style>{STYLE}</style></head>\n'
+        f'<meta name="viewport" content="width=device-width">'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
+        f"<style>{STYLE}{SAMPLES_STYLE}</style></head>\n"
         f"<body>{''.join(sections)}</body></html>\n"
     )
     path = run_dir / "report.html"
@@ -115,7 +132,7 @@ def _header(
     name: str, config: Mapping[str, Any], rows: list[dict[str, Any]], status: Mapping[str, Any]
 ) -> str:
     algo, env = (config.get(section) or {} for section in ("algo", "env"))
-    about = [algo.get("name"), env.get("id"), f"seed {(config.get('run') or {}).get('seed', 0)}"]
+    about = [algo.get("name"), env.get("id") or env.get("task"), f"seed {(config.get('run') or {}).get('seed', 0)}"]
     if status:
         about.append(
             f"{status['status']} at step {status['step']} after {format_duration(status['seconds'])}"
@@ -131,7 +148,7 @@ def _tiles(config: Mapping[str, Any], rows: list[dict[str, Any]]) -> Iterator[st
     budget = setting(config, "algo.budget")
     for metric, label, over in TILES:
         values = [row[metric] for row in rows[-over:] if row.get(metric) is not None]
-        if not values:
+        if not values or NO_TILE.get(metric) in rows[-1]:
             continue
         mean = values[0] if len(values) == 1 else sum(values) / len(values)
         shown = _number(metric, mean)

@@ -43,7 +43,7 @@ def copy(run_dir: Path, tmp_path: Path) -> Path:
 class Page(HTMLParser):
     """Text, tables (rows of cell texts), sources and unclosed tags of a page."""
 
-    VOID = ("meta", "img", "br")
+    VOID = ("meta", "img", "br", "input")
 
     def __init__(self, html: str) -> None:
         super().__init__()
