@@ -2,11 +2,16 @@
 
 Batch n of the learner is asked for by number. It is drawn with the weights that were published after batch
 n - 1 - staleness, so what a batch holds never depends on timing. One background thread takes publications
-and drawings in the order they were asked for. An object of one process, or a Ray actor (`remote_feed`).
+and drawings in the order they were asked for. An object of one process, or a Ray actor
+(`trainers.feed_remote`).
+
+A learner's group begins with `start`; then, for n = 0, 1, ...: `publish(weights, n)`, and on every rank
+`samples(n)` and `observed(n)` if the algorithm observes, and `rows(n)` as often as it likes.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,11 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rewards.reward import Failure, Value
 
 from envs.errors import UserError
-from rollouts.samples import Request, Sample, SamplingParams
-from rollouts.weights import PackedWeights
+from rewards.reward import Failure, Value
+from rollouts.pool import RolloutError
+from rollouts.samples import Request, Sample, SamplingParams, Version
+from rollouts.weights import PackedWeights, WeightsError
 from trainers.credit import group_advantages
 from trainers.feed_batch import (
     Batch,
@@ -32,9 +38,12 @@ from trainers.feed_batch import (
     load_batch,
     sample_record,
     share,
+    shown,
 )
+from trainers.files import replace_file
 
 LEAST_SAMPLES = 32  # before the failure rate is believed
+SHOWN = 3  # samples of the first batch, as events of the run
 
 
 @dataclass(kw_only=True)
@@ -49,6 +58,8 @@ class FeedConfig:
     staleness: int = 0
     max_failure_rate: float = 0.1
     scale_rewards: str = "group"
+    mask_cut: bool = False  # completions that met max_new_tokens are judged, but not learned from
+    steps_per_batch: int = 1  # optimizer steps that a batch is used for
     equal_rewards_warning: int = 10  # batches in a row without any difference within a group
     samples_path: str | None = None  # where some samples of every batch are written, for readers
     samples_logged: int = 4
@@ -59,6 +70,7 @@ class RewardContext:
     """What a reward may use beside the samples: numbers of the batch, and a generator of its own."""
 
     batch: int
+    version: Version
     rng: np.random.Generator
     tokenizer: Any = None
     pool: Any = None
@@ -68,7 +80,7 @@ class Feed:
     """See the module.
 
     task: a TextTask; tokenizer: of the model; pool: anything with `sample` and `publish`; rewards: named
-    Rewarders with weights; algorithm: has the seams `credit` and `observe` (None when left alone).
+    Rewarders with weights; algorithm: a LanguageAlgorithm, whose seam `credit` works here.
     """
 
     def __init__(
@@ -78,19 +90,49 @@ class Feed:
         self.rewards, self.algorithm = rewards, algorithm
         self._buffer: dict[int, Future[Batch]] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="feed")
+        self._attempt = -1
+        self._version: Version | None = None  # what the pool draws with
         self._next = 0  # the first batch that was not asked for yet
         self._failed = self._counted = self._equal = 0
         self._error: BaseException | None = None
 
     # --- weights in, samples out
 
+    def start(self, attempt: int, state: dict[str, Any] | None = None) -> None:
+        """A group of learners begins, from `state` (of `state_dict`) or from the first batch.
+
+        What an earlier attempt has asked for is given up; what is being drawn for it is waited for.
+        """
+        if attempt <= self._attempt:
+            raise RuntimeError(f"attempt {attempt} starts after attempt {self._attempt}")
+        self._attempt = attempt
+        for asked in self._buffer.values():
+            asked.cancel()
+        self._thread.submit(lambda: None).result()
+        self._error, self._next, self._buffer = None, 0, {}
+        self._failed = self._counted = self._equal = 0
+        if state is not None:
+            self._load(state)
+        self._forget_lines()
+
     def publish(self, packed: PackedWeights, batch: int) -> None:
-        """Weights that batch `batch` is to be learned with; draws batch `batch + staleness` after them."""
+        """Weights that batch `batch` is to be learned with; draws batch `batch + staleness` after them.
+
+        Weights of an earlier attempt than the newest are dropped. Batches before `batch` are over.
+        """
+        if packed.version[0] < self._attempt:
+            return
+        for old in [number for number in self._buffer if number < batch]:
+            del self._buffer[old]
         last = min(batch + self.cfg.staleness, self.cfg.batches - 1)
-        self._then(lambda: self.pool.publish(packed))
+        self._then(lambda: self._send(packed))
         for number in range(self._next, last + 1):
-            self._buffer[number] = self._then(lambda number=number: self._draw(number))
+            self._buffer[number] = self._then(functools.partial(self._draw, number))
             self._next = number + 1
+
+    def _send(self, packed: PackedWeights) -> None:
+        self.pool.publish(packed)
+        self._version = packed.version
 
     def _then(self, work: Callable[[], Any]) -> Future[Any]:
         """Do it after everything that was asked for before, unless something of that failed."""
@@ -100,6 +142,9 @@ class Feed:
                 raise self._error
             try:
                 return work()
+            except (RolloutError, WeightsError) as error:
+                self._error = UserError(str(error), fix="mend the cause, then resume the run")
+                raise self._error from error
             except BaseException as error:
                 self._error = error
                 raise
@@ -117,6 +162,7 @@ class Feed:
                     params=cfg.params,
                     seed=(cfg.seed, number, j),
                     group=number * cfg.prompts + j,
+                    min_version=self._version,
                     meta={**prompt.meta, "prompt_id": prompt.id},
                 )
             )
@@ -147,6 +193,7 @@ class Feed:
     def _score(self, batch: Batch) -> None:
         context = RewardContext(
             batch=batch.number,
+            version=batch.groups[0][0].version,
             rng=np.random.default_rng((self.cfg.seed, batch.number, 1)),
             tokenizer=self.tokenizer,
             pool=self.pool,
@@ -168,12 +215,14 @@ class Feed:
         for i, group in enumerate(batch.groups):
             for j, sample in enumerate(group):
                 valid[i, j] &= not any(isinstance(r, Failure) for r in sample.rewards.values())
-                if not valid[i, j]:
+                if not valid[i, j] or (self.cfg.mask_cut and sample.finish == "length"):
                     sample.mask = np.zeros(len(sample.completion_ids), np.float32)
         self._count(valid, failures)
         advantages = group_advantages(total, valid, self.cfg.scale_rewards)
         batch.credit = self._credit(batch, advantages)
         batch.metrics = batch_metrics(batch, total, valid)
+        if batch.number == 0:
+            batch.notices += [shown(sample, total.flat[i]) for i, sample in enumerate(batch.samples[:SHOWN])]
         self._warn_if_equal(batch)
         self._log(batch, total)
 
@@ -222,9 +271,20 @@ class Feed:
         lines = []
         rewards = total.reshape(-1)
         for at in np.linspace(0, len(rewards) - 1, min(self.cfg.samples_logged, len(rewards))).astype(int):
-            lines.append(json.dumps(sample_record(batch.number, batch.samples[at], float(rewards[at]))))
+            step = batch.number * self.cfg.steps_per_batch
+            lines.append(json.dumps(sample_record(step, batch.samples[at], float(rewards[at]))))
         with Path(self.cfg.samples_path).open("a", encoding="utf-8") as file:
             file.write("\n".join(lines) + "\n")
+
+    def _forget_lines(self) -> None:
+        """Take the samples of batches that will be drawn again out of the file."""
+        path = None if self.cfg.samples_path is None else Path(self.cfg.samples_path)
+        if path is None or not path.exists():
+            return
+        end = self._next * self.cfg.steps_per_batch
+        with path.open(encoding="utf-8") as file:
+            kept = [line for line in file if line.endswith("\n") and json.loads(line)["step"] < end]
+        replace_file(path, "".join(kept))
 
     # --- what a learner asks
 
@@ -263,8 +323,6 @@ class Feed:
     def _batch(self, number: int) -> Batch:
         if number not in self._buffer:
             raise RuntimeError(f"batch {number} was not asked for: no weights were published for it")
-        for old in [n for n in self._buffer if n < number]:
-            del self._buffer[old]
         return self._buffer[number].result()
 
     # --- restarts
@@ -276,85 +334,18 @@ class Feed:
             "next": self._next,
             "counts": [self._failed, self._counted, self._equal],
             "batches": [batch_state(batch) for batch in batches],
+            "algorithm": self.algorithm.state_dict(),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Undo of `state_dict`, before anything was published."""
+    def _load(self, state: dict[str, Any]) -> None:
         self._next = state["next"]
         self._failed, self._counted, self._equal = state["counts"]
-        self._buffer = {}
         for saved in state["batches"]:
             batch = load_batch(saved)
             self._buffer[batch.number] = Future()
             self._buffer[batch.number].set_result(batch)
+        self.algorithm.load_state_dict(state["algorithm"])
 
     def close(self) -> None:
         """End the thread; what is being drawn is finished first."""
         self._thread.shutdown(cancel_futures=True)
-
-
-class RemoteFeed:
-    """A Feed in a Ray actor, with the same methods, for learners in other processes.
-
-    Every question has a deadline; a Feed that died or does not answer raises UserError.
-    """
-
-    def __init__(self, actor: Any, deadline_s: float) -> None:
-        self._actor, self._deadline_s = actor, deadline_s
-
-    def publish(self, packed: PackedWeights, batch: int) -> None:
-        """See `Feed.publish`."""
-        self._ask("publish", packed, batch)
-
-    def samples(self, number: int, rank: int = 0, world: int = 1) -> list[Sample]:
-        """See `Feed.samples`."""
-        return self._ask("samples", number, rank, world)
-
-    def observed(self, number: int, rank: int, world: int, streams: dict[str, list[np.ndarray]]) -> None:
-        """See `Feed.observed`."""
-        self._ask("observed", number, rank, world, streams)
-
-    def rows(self, number: int, rank: int = 0, world: int = 1) -> dict[str, Any]:
-        """See `Feed.rows`."""
-        return self._ask("rows", number, rank, world)
-
-    def state_dict(self) -> dict[str, Any]:
-        """See `Feed.state_dict`."""
-        return self._ask("state_dict")
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """See `Feed.load_state_dict`."""
-        self._ask("load_state_dict", state)
-
-    def close(self) -> None:
-        """End the actor."""
-        import ray
-
-        ray.kill(self._actor)
-
-    def _ask(self, method: str, *args: Any) -> Any:
-        import ray
-
-        try:
-            return ray.get(getattr(self._actor, method).remote(*args), timeout=self._deadline_s)
-        except ray.exceptions.GetTimeoutError as error:
-            raise UserError(
-                f"the Feed did not answer '{method}' within {self._deadline_s:.0f} s",
-                fix="raise rollout.deadline_s if drawing a batch takes longer; the run can be resumed",
-            ) from error
-        except ray.exceptions.RayActorError as error:
-            raise UserError(
-                "the Feed died", given=str(error).splitlines()[0], fix="resume the run: nothing is lost"
-            ) from error
-        except ray.exceptions.RayTaskError as error:
-            raise (error.cause if isinstance(error.cause, UserError) else error) from None
-
-
-def remote_feed(
-    cfg: FeedConfig, task: Any, tokenizer: Any, pool: Any, rewards: Any, algorithm: Any, deadline_s: float
-) -> RemoteFeed:
-    """A Feed in an actor of its own."""
-    import ray
-
-    make = ray.remote(Feed).options(num_cpus=0, max_concurrency=16)
-    return RemoteFeed(make.remote(cfg, task, tokenizer, pool, rewards, algorithm), 2 * deadline_s)

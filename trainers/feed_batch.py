@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from rewards.reward import Failure, Value
 
 from envs.errors import UserError
+from rewards.reward import Failure, Value
 from rollouts.samples import Sample
 
 Group = list[Sample]
@@ -127,6 +127,18 @@ def reward_record(reward: Any) -> Any:
     if isinstance(reward, Value):
         return {"value": reward.x, **reward.parts} if reward.parts else reward.x
     return {"failure": reward.name} if isinstance(reward, Failure) else None
+
+
+def shown(sample: Sample, total: float) -> str:
+    """A sample in one line, with the parts of its reward."""
+    parts = ", ".join(f"{name} {_words(reward)}" for name, reward in sample.rewards.items())
+    prompt, completion = (json.dumps(text, ensure_ascii=False) for text in (sample.prompt, sample.completion))
+    return f"sample {sample.id}: {prompt} -> {completion} ({sample.finish}); reward {total:g}: {parts}"
+
+
+def _words(reward: Any) -> str:
+    record = reward_record(reward)
+    return "does not apply" if record is None else json.dumps(record)
 
 
 # --- in a checkpoint

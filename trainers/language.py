@@ -37,6 +37,7 @@ class LanguageRolloutConfig:
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    mask_cut: bool = False  # do not learn from completions that were cut off at max_new_tokens
     engine: str = "transformers"  # transformers | vllm | package.module:Class
     num_workers: int = 1  # processes with an engine; 0 draws in the process of the Feed
     staleness: int = 0  # batches drawn ahead: 0 waits for the newest weights
@@ -230,7 +231,6 @@ def check(cfg: Any) -> None:
 
 def _check_policy(cfg: Any, r: LanguageRolloutConfig, w: RewardConfig) -> None:
     from rewards.functions import check_rewards
-
     from rollouts.engine import EngineSpec
     from trainers.credit import SCALES
 

@@ -32,14 +32,13 @@ class PolicySettings:
     iterations: optimizer steps on one batch of the Feed; correct: whether the rollout's probabilities may
     differ from the learner's at the start of a batch (staleness, another engine), so that log-probabilities
     of the learner are taken first and the truncated weight, at most `weight_cap`, goes into the credit;
-    exact: whether they must agree within RATIO_TOLERANCE when the policy is fresh.
+    exact: whether they must agree within RATIO_TOLERANCE about samples of the newest weights.
     """
 
     iterations: int = 1
     correct: bool = False
     weight_cap: float = 2.0
     exact: bool = True
-    max_steps: int = 0
 
 
 class PolicyLearner(SeamMixin, trl.GRPOTrainer):
@@ -52,8 +51,9 @@ class PolicyLearner(SeamMixin, trl.GRPOTrainer):
         self._micro: list[dict[str, Any]] = []
         self._current: dict[str, Any] = {}
         self._old: torch.Tensor | None = None  # of the batch in hand, when later steps need it
-        self._published = False
-        self._mismatch: list[float] = []
+        self._started = False
+        self._feed_state: dict[str, Any] | None = None
+        self._gaps: dict[str, tuple[float, int]] = {}  # of this step: metric -> (sum, count)
         super().__init__(*args, reward_funcs=[_never_called], **kwargs)
 
     # --- rows in
@@ -73,13 +73,14 @@ class PolicyLearner(SeamMixin, trl.GRPOTrainer):
     def _take(self, step: int) -> None:
         number, rank, world = step // self.policy.iterations, *self._place()
         first, device = step % self.policy.iterations == 0, self.accelerator.device
-        if not self._published:
-            self._publish(step)
+        if not self._started:
+            self._start(step)
         if first and self.algorithm.observe is not None:
             self._observe(number, rank, world)
         rows = self.feed.rows(number, rank, world)
-        self._samples = rows["samples"]
+        self._samples, self._gaps = rows["samples"], {}
         inputs = padded(self._samples, rows["credit"], self._tokenizer.pad_token_id, device)
+        inputs["policy_age"] = torch.tensor([step - s.version[1] for s in self._samples], device=device)
         self._add_log_probs(inputs, first)
         size = self.args.per_device_train_batch_size
         total = torch.tensor(float(rows["items"]), device=device)
@@ -87,18 +88,35 @@ class PolicyLearner(SeamMixin, trl.GRPOTrainer):
             {**{name: value[i : i + size] for name, value in inputs.items()}, "num_items_in_batch": total}
             for i in range(0, len(self._samples), size)
         ]
+        if self.seams.compose is not None:
+            self._compose(self.seams.compose)
         if first:
-            for text in rows["notices"] if rank == 0 else ():
-                self.context.client.event(text)
+            if self.context is not None and rank == 0:
+                for text in rows["notices"]:
+                    self.context.client.event(text)
             self._pending.update(rows["metrics"])
-        ages = [step - sample.version[1] for sample in self._samples]
-        self._pending["policy_age"] = float(np.mean(ages))
+        self._pending["policy_age"] = float(inputs["policy_age"].float().mean())
+
+    def _compose(self, compose: Any) -> None:
+        """Let the algorithm choose the rows of a step; the denominator is counted again."""
+        composed = compose(self._micro, self)
+        if len(composed) != len(self._micro):
+            raise ValueError(f"compose returned {len(composed)} micro-batches instead of {len(self._micro)}")
+        mine = sum(_loss_mask(micro).sum() for micro in composed)
+        total = self.accelerator.reduce(torch.as_tensor(mine, dtype=torch.float32), "sum")
+        self._micro = [{**micro, "num_items_in_batch": total} for micro in composed]
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
+        """Tickets: the `compose` seam is for the rows that they stand for."""
+        return super(SeamMixin, self).get_batch_samples(epoch_iterator, num_batches, device)
 
     def _place(self) -> tuple[int, int]:
         return self.accelerator.process_index, self.accelerator.num_processes
 
     def describe_row(self, inputs: dict[str, Any], row: int) -> str:
         """The sample's id and the beginning of its text."""
+        if self.seams.compose is not None:
+            return f"row {row}"
         size = self.args.per_device_train_batch_size
         at = next((i for i, micro in enumerate(self._micro) if micro is self._current), 0)
         sample = self._samples[at * size + row]
@@ -113,18 +131,19 @@ class PolicyLearner(SeamMixin, trl.GRPOTrainer):
             streams = self.algorithm.observe(model, samples)
         model.train(was_training)
         self.feed.observed(number, rank, world, streams)
+        self.accelerator.wait_for_everyone()  # the last rank's samples complete the batch
 
     # --- log-probabilities
 
     def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        """TRL's, or those of the `likelihood` seam; notes how far the engine's are from the learner's."""
+        """TRL's, or those of the `likelihood` seam; notes how far the rollout's are from them."""
         if self.algorithm.likelihood is None:
             out = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
         else:
             log_probs, entropies = self.algorithm.likelihood.log_probs(model, self._current)
             out = log_probs, entropies, None
-        if self.policy.correct is False and model.training and torch.is_grad_enabled():
-            self._note_mismatch(out[0].detach(), self._current)
+        if not self.policy.correct and torch.is_grad_enabled():
+            self._note_gap(out[0].detach(), self._current)
         return out
 
     def _add_log_probs(self, inputs: dict[str, Any], first: bool) -> None:
@@ -140,7 +159,7 @@ class PolicyLearner(SeamMixin, trl.GRPOTrainer):
         if self.policy.correct:
             old = inputs["old_per_token_logps"]
             if first:
-                self._note_mismatch(old, inputs)
+                self._note_gap(old, inputs)
             weight = off_policy_weight(
                 old.double().cpu().numpy(),
                 inputs["logp_rollout"].double().cpu().numpy(),
@@ -163,10 +182,9 @@ class PolicyLearner(SeamMixin, trl.GRPOTrainer):
     def _score(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
         """Log-probabilities (B, T) of the completions, in micro-batches, without a gradient."""
         size, found = self.args.per_device_train_batch_size, []
-        with (
-            torch.no_grad(),
-            disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs),
-        ):
+        module: Any = self._module()
+        checkpointing: Any = self.args.gradient_checkpointing_kwargs
+        with torch.no_grad(), disable_gradient_checkpointing(module, checkpointing):
             for i in range(0, len(inputs["prompt_ids"]), size):
                 part = {name: value[i : i + size] for name, value in inputs.items()}
                 self._current = part
@@ -176,21 +194,28 @@ class PolicyLearner(SeamMixin, trl.GRPOTrainer):
                 found.append(self._get_per_token_logps_and_entropies(model, ids, mask, length)[0])
         return torch.cat(found)
 
-    def _note_mismatch(self, log_probs: torch.Tensor, inputs: dict[str, Any]) -> None:
-        """Engine mismatch: mean |log pi_learner - log pi_rollout| over learnable tokens."""
+    def _note_gap(self, log_probs: torch.Tensor, inputs: dict[str, Any]) -> None:
+        """Mean |log pi_learner - log pi_rollout| over learnable tokens of the step so far.
+
+        "engine_mismatch" on samples of the newest weights, where only the arithmetic can differ;
+        "off_policy_gap" on older ones. Raises UserError for a mismatch that exact engines cannot have.
+        """
         mask = _loss_mask(inputs).bool()
-        difference = (log_probs - inputs["logp_rollout"]).abs()[mask]
-        if not len(difference):
-            return
-        self._pending["engine_mismatch"] = float(difference.mean())
-        fresh = not self.policy.correct and self.policy.iterations == 1
-        worst = float(difference.max())
-        if self.policy.exact and fresh and worst > RATIO_TOLERANCE:
+        fresh = (inputs["policy_age"] == 0)[:, None] & mask
+        gap = (log_probs - inputs["logp_rollout"]).abs()
+        for name, chosen in (("engine_mismatch", fresh), ("off_policy_gap", mask & ~fresh)):
+            if chosen.any():
+                total, count = self._gaps.get(name, (0.0, 0))
+                total, count = total + float(gap[chosen].sum()), count + int(chosen.sum())
+                self._gaps[name] = total, count
+                self._pending[name] = total / count
+        worst = float(gap[fresh].max()) if fresh.any() else 0.0
+        if self.policy.exact and worst > RATIO_TOLERANCE:
             raise UserError(
                 "the learner and the engine disagree about samples of the newest weights",
                 given=f"step {self.state.global_step + 1}: log-probabilities differ by up to {worst:.2g}",
                 allowed=f"{RATIO_TOLERANCE:g}: both hold the same float32 weights",
-                fix="dropout or another attention kernel in the learner? Otherwise report it as a defect",
+                fix="if the model has dropout, set learner.trl.disable_dropout=true",
             )
 
     # --- weights out
@@ -201,12 +226,22 @@ class PolicyLearner(SeamMixin, trl.GRPOTrainer):
         if step % self.policy.iterations == 0 and step < self.args.max_steps:
             self._publish(step)
 
+    def _start(self, step: int) -> None:
+        """Tell the Feed of this attempt and where it goes on; inside a batch it has been drawn already."""
+        self._started = True
+        if self.accelerator.is_main_process:
+            self.feed.start(self._attempt(), self._feed_state)
+        self._publish(step)
+
+    def _attempt(self) -> int:
+        return self.context.attempt if self.context is not None else 0
+
     def _publish(self, step: int) -> None:
-        self._published = True
         named, kind, meta = self._publication()
         if self.accelerator.is_main_process:
-            attempt = self.context.attempt if self.context is not None else 0
-            self.feed.publish(pack(named, (attempt, step), kind, meta), step // self.policy.iterations)
+            packed = pack(named, (self._attempt(), step), kind, meta)
+            self.feed.publish(packed, step // self.policy.iterations)
+        self.accelerator.wait_for_everyone()  # no rank asks for a batch that the Feed has not heard of
 
     def _publication(self) -> tuple[dict[str, torch.Tensor], str, dict[str, Any]]:
         """Named tensors for the engines: everything, or with adapters only those (kind "lora")."""
@@ -228,13 +263,14 @@ class PolicyLearner(SeamMixin, trl.GRPOTrainer):
             "feed": self.feed.state_dict() if first else {},
             "algorithm": self.algorithm.state_dict() if first else {},
             "old": old,
+            "entropy": np.array([self.entropy_coef, self._last_world_entropy]),
         }
 
     def load_extra_state(self, state: dict[str, Any]) -> None:
         """Undo of `extra_state`."""
-        if self.accelerator.is_main_process:
-            self.feed.load_state_dict(state["feed"])
+        self._feed_state = state["feed"]
         self.algorithm.load_state_dict(state["algorithm"])
+        self.entropy_coef, self._last_world_entropy = (float(x) for x in state["entropy"])
         if state["old"] is not None:
             mine = state["old"][str(self.accelerator.process_index)]
             self._old = None if mine is None else torch.as_tensor(mine)

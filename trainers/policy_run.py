@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import transformers
 
 from rollouts.engine import EngineSpec
 from rollouts.pool import RolloutPool
-from trainers.feed import Feed, FeedConfig, remote_feed
+from trainers.feed import Feed, FeedConfig
+from trainers.feed_remote import remote_feed
 from trainers.learner_mixin import Seams
 from trainers.learners import check_tokens, lora, named_callbacks, quiet
 from trainers.models import load_model, load_tokenizer
@@ -29,7 +30,7 @@ def feed_for(cfg: Any, run: Run, task: Any, model_path: str, stack: ExitStack) -
 
     `stack` ends them. Raises UserError when the model cannot do what the config asks.
     """
-    from trainers.language import planned_iterations, sampling
+    from trainers.language import sampling
 
     r, c = cfg.rollout, cfg.learner
     tokenizer = load_tokenizer(model_path, cfg.model)
@@ -50,20 +51,23 @@ def feed_for(cfg: Any, run: Run, task: Any, model_path: str, stack: ExitStack) -
     algorithm = cfg.algorithm(cfg.algo, cfg.run.seed)
     feed_cfg = FeedConfig(
         seed=cfg.run.seed,
-        batches=-(-planned_iterations(cfg) // c.num_iterations),
+        batches=-(-c.steps // c.num_iterations),  # of the plan, wherever run.max_steps stops this time
         prompts=r.prompts_per_step,
         samples=r.samples_per_prompt,
-        params=sampling(cfg),
+        params=replace(sampling(cfg), stop_ids=(tokenizer.eos_token_id,)),
         staleness=r.staleness,
         max_failure_rate=cfg.reward.max_failure_rate,
         scale_rewards=cfg.reward.scale,
+        mask_cut=r.mask_cut,
+        steps_per_batch=c.num_iterations,
         samples_path=str(run.path / "samples.jsonl"),
     )
     rewards = algorithm.rewards(cfg, task)
     if c.num_workers == 0:
         feed: Any = Feed(feed_cfg, task, tokenizer, pool, rewards, algorithm)
     else:
-        feed = remote_feed(feed_cfg, task, tokenizer, pool.handle(), rewards, algorithm, r.deadline_s)
+        deadline_s = (r.staleness + 2) * r.deadline_s + cfg.reward.deadline_s  # all that may be in line
+        feed = remote_feed(feed_cfg, task, tokenizer, pool.handle(), rewards, algorithm, deadline_s)
     stack.callback(feed.close)
     return feed
 
@@ -106,7 +110,8 @@ class PolicyMaker:
         )
         transformers.set_seed(cfg.run.seed)
         algorithm = cfg.algorithm(cfg.algo, cfg.run.seed)
-        exact = r.engine == "transformers" and cfg.model.dtype == "float32" and r.top_p == 1 and r.top_k == 0
+        narrow = cfg.model.dtype != "float32" or args.bf16 or args.fp16
+        exact = r.engine == "transformers" and not narrow and r.top_p == 1 and r.top_k == 0
         return PolicyLearner(
             model=load_model(self.model_path, cfg.model),
             args=args,

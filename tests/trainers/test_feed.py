@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,12 +13,22 @@ import pytest
 
 from envs.errors import UserError
 from rewards.reward import Failure, NotApplicable, Value
+from rollouts.pool import RolloutError
 from rollouts.samples import Request, Sample, SamplingParams
 from trainers.credit import group_advantages, off_policy_weight
 from trainers.feed import Feed, FeedConfig
 from trainers.feed_batch import batch_state, load_batch
 
-SEAMLESS = SimpleNamespace(observe=None, credit=None, likelihood=None)
+
+def seams(**filled: Any) -> Any:
+    """An algorithm with no seam filled but these."""
+    kept: dict[str, Any] = {
+        "observe": None,
+        "credit": None,
+        "state_dict": dict,
+        "load_state_dict": lambda s: s,
+    }
+    return SimpleNamespace(**{**kept, **filled})
 
 
 class Words:
@@ -84,7 +96,7 @@ def weights(step: int, attempt: int = 0) -> Any:
 def feed(function: Any = lambda s: Value(float(s.index)), pool: Any = None, **more: Any) -> Feed:
     cfg = {"seed": 7, "batches": 6, "prompts": 2, "samples": 3, "params": SamplingParams(), **more}
     rewards = [("r", 1.0, Score(function))]
-    return Feed(FeedConfig(**cfg), Letters(), Words(), pool or Echo(), rewards, SEAMLESS)
+    return Feed(FeedConfig(**cfg), Letters(), Words(), pool or Echo(), rewards, seams())
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 2])
@@ -175,6 +187,7 @@ def test_equal_rewards_are_warned_of() -> None:
     for number in range(4):
         f.publish(weights(number), number)
         notices.append(f.rows(number)["notices"])
+    notices[0] = [n for n in notices[0] if not n.startswith("sample ")]
     assert [len(n) for n in notices] == [0, 1, 0, 1]
     assert "samples.jsonl" in notices[1][0]
     f.close()
@@ -187,9 +200,8 @@ def test_observe_comes_before_credit_and_whole_groups_arrive() -> None:
             s.streams["seen"] * advantages.reshape(-1)[i] for i, s in enumerate(s for g in groups for s in g)
         ]
 
-    algorithm = SimpleNamespace(observe=True, credit=credit, likelihood=None)
     f = feed()
-    f.algorithm = algorithm
+    f.algorithm = seams(observe=True, credit=credit)
     f.publish(weights(0), 0)
     with pytest.raises(RuntimeError, match="not every rank"):
         f.rows(0, 0, 2)
@@ -203,9 +215,8 @@ def test_observe_comes_before_credit_and_whole_groups_arrive() -> None:
 
 
 def test_credit_must_be_finite() -> None:
-    algorithm = SimpleNamespace(observe=None, credit=lambda g, a: [np.full(3, np.nan)] * 6, likelihood=None)
     f = feed()
-    f.algorithm = algorithm
+    f.algorithm = seams(credit=lambda groups, advantages: [np.full(3, np.nan)] * 6)
     f.publish(weights(0), 0)
     with pytest.raises(UserError, match="one finite number a token"):
         f.rows(0)
@@ -234,7 +245,7 @@ def test_a_resumed_feed_gives_what_an_unbroken_one_gives(staleness: int) -> None
     def run(f: Feed, first: int, last: int) -> list[Any]:
         found = []
         for number in range(first, last):
-            f.publish(weights(number), number)
+            f.publish(weights(number, attempt=int(first > 0)), number)
             rows = f.rows(number)
             found.append([(s.id, s.version[1], s.completion_ids) for s in rows["samples"]])
             found.append([c.tolist() for c in rows["credit"]])
@@ -246,12 +257,124 @@ def test_a_resumed_feed_gives_what_an_unbroken_one_gives(staleness: int) -> None
     part = run(first, 0, 3)
     first.publish(weights(3), 3)  # as at the end of step 3, before its checkpoint
     state = first.state_dict()
-    assert [b["number"] for b in state["batches"]] == [2, 3, 4][: 2 + staleness]
+    assert [b["number"] for b in state["batches"]] == [3, 4][: 1 + staleness]
     second = feed(staleness=staleness)
-    second.load_state_dict(state)
+    second.start(1, state)
     assert part + run(second, 3, 6) == unbroken
     for f in (whole, first, second):
         f.close()
+
+
+def test_a_new_attempt_starts_over_on_the_feed_that_is_there(tmp_path: Path) -> None:
+    """Workers were replaced, the Feed lives: what the old ones asked for is gone, nothing counts twice."""
+    path = tmp_path / "samples.jsonl"
+    score = lambda s: Failure("odd") if s.index == 1 else Value(float(s.index))  # noqa: E731
+    options: dict[str, Any] = {"staleness": 1, "max_failure_rate": 1.0, "samples_logged": 1}
+    f = feed(score, samples_path=str(path), **options)
+    f.start(0)
+    for number in range(4):
+        f.publish(weights(number), number)
+        f.rows(number)
+        if number == 1:
+            state = f.state_dict()
+            counts = (f._failed, f._counted)
+    f.start(1, state)
+    assert (f._failed, f._counted) == counts == (6, 18)
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [0, 1, 2]
+    f.publish(weights(3, attempt=0), 3)  # of a worker that does not know yet: dropped
+    assert sorted(f._buffer) == [1, 2]
+    f.publish(weights(2, attempt=1), 2)
+    f.rows(3)
+    assert {s.version for s in f.rows(3)["samples"]} == {(1, 2)}
+    assert {s.version for s in f.rows(2)["samples"]} == {(0, 1)}
+    assert [e[1] for e in f.pool.log if e[0] == "publish"] == [(0, 0), (0, 1), (0, 2), (0, 3), (1, 2)]
+    f.start(2)  # without a checkpoint: from the first batch
+    assert path.read_text() == ""
+    f.publish(weights(0, attempt=2), 0)
+    assert {s.version for s in f.rows(0)["samples"]} == {(2, 0)}
+    with pytest.raises(RuntimeError, match="attempt 1 starts after attempt 2"):
+        f.start(1)
+    f.close()
+
+
+def test_a_new_attempt_forgets_the_error_of_the_old_one() -> None:
+    class Flaky(Echo):
+        broken = True
+
+        def sample(self, requests: list[Request]) -> list[Sample]:
+            if self.broken:
+                raise RolloutError("worker 0 did not answer 2 requests within 3 s")
+            return super().sample(requests)
+
+    f = feed(pool=Flaky())
+    f.start(0)
+    f.publish(weights(0), 0)
+    with pytest.raises(UserError, match="worker 0 did not answer"):
+        f.rows(0)
+    f.pool.broken = False
+    f.start(1)
+    f.publish(weights(0, attempt=1), 0)
+    assert len(f.rows(0)["samples"]) == 6
+    f.close()
+
+
+def test_requests_ask_for_the_weights_that_were_published_last() -> None:
+    asked = []
+
+    class Asked(Echo):
+        def sample(self, requests: list[Request]) -> list[Sample]:
+            asked.extend(r.min_version for r in requests)
+            return super().sample(requests)
+
+    f = feed(pool=Asked(), staleness=1)
+    for number in range(2):
+        f.publish(weights(number), number)
+        f.rows(number)
+    f.state_dict()
+    assert asked == [(0, 0)] * 4 + [(0, 1)] * 2
+    f.close()
+
+
+def test_completions_that_were_cut_off_are_judged_but_not_learned_from() -> None:
+    class Cut(Echo):
+        def sample(self, requests: list[Request]) -> list[Sample]:
+            samples = super().sample(requests)
+            for sample in samples:
+                sample.finish = "length" if sample.index == 2 else "eos"
+            return samples
+
+    f = feed(pool=Cut(), mask_cut=True)
+    f.publish(weights(0), 0)
+    rows = f.rows(0)
+    assert rows["items"] == 2 * 2 * 3
+    assert [c[0] for c in rows["credit"]][:2] == pytest.approx([-1 / 1.0001, 0.0])  # mean of three
+    assert rows["metrics"]["completions_cut"] == pytest.approx(1 / 3)
+    assert rows["metrics"]["reward_failures"] == 0.0
+    f.close()
+
+
+def test_the_first_samples_are_shown_with_the_parts_of_their_reward() -> None:
+    f = feed(lambda s: Value(0.5 * s.index, {"format": 1.0}))
+    f.publish(weights(0), 0)
+    notices = f.rows(0)["notices"]
+    letter = f.rows(0)["samples"][0].prompt
+    said = f'"{letter}" -> "a{letter}c" (eos); reward 1: r {{"value": 1.0, "format": 1.0}}'
+    assert len(notices) == 3
+    assert notices[2].endswith(said)
+    f.close()
+
+
+def test_the_algorithm_s_state_travels_with_the_feed() -> None:
+    f = feed()
+    f.algorithm = seams(state_dict=lambda: {"seen": 3})
+    f.start(0)
+    f.publish(weights(0), 0)
+    state = f.state_dict()
+    got = []
+    f.algorithm = seams(load_state_dict=got.append)
+    f.start(1, state)
+    assert got == [{"seen": 3}]
+    f.close()
 
 
 def test_a_broken_publication_reaches_the_learner() -> None:

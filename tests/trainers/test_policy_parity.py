@@ -84,6 +84,9 @@ class MadeUpFeed:
     def state_dict(self) -> dict[str, Any]:
         return {}
 
+    def start(self, attempt: int, state: Any) -> None:
+        pass
+
     def publish(self, packed: Any, batch: int) -> None:
         pass
 
