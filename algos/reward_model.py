@@ -24,6 +24,7 @@ class RewardModel(LanguageAlgorithm):
 
     kind = "reward_model"
     Config = RewardModelConfig
+    evaluator = None  # it writes no answers
     headline = (("accuracy", "accuracy"), ("margin", "margin"))
 
     @classmethod

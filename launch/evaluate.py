@@ -1,12 +1,13 @@
 """Evaluate a run: `python launch/evaluate.py run=<name> [episodes=100] [seed=0] [video=false] [dir=runs]`.
 
-Prints a table of return, cost and violation rate with confidence intervals, and writes evaluation.json,
-video.mp4 and report.html into the run's folder. Exit codes: 0 done; 2 wrong input; 130 Ctrl-C.
+Control: a table of return, cost and violation rate over whole episodes, and a video. Language: greedy
+accuracy and pass@k over held-out prompts (`episodes` of them). All with confidence intervals; writes
+evaluation.json and report.html into the run's folder. Exit codes: 0 done; 2 wrong input; 130 Ctrl-C.
 """
 
 from __future__ import annotations
 
-import importlib
+import inspect
 import os
 import sys
 from collections.abc import Sequence
@@ -27,12 +28,12 @@ from launch import preflight
 
 @dataclass(kw_only=True)
 class EvaluateConfig:
-    """What to evaluate: a run by its name in `dir` or by its path, for how many episodes of each policy."""
+    """What to evaluate: a run by its name in `dir` or by its path, for how many episodes or prompts."""
 
     run: str | None = None
     episodes: int = 100
     seed: int = 0
-    video: bool = True
+    video: bool = True  # of control
     dir: str = "runs"
 
 
@@ -53,15 +54,18 @@ def main(argv: Sequence[str]) -> int:
         if cfg.episodes < 1:
             raise UserError("episodes must be at least 1", given=cfg.episodes)
         run = Run.open(cfg.run, cfg.dir)
-        from trainers.config import engine_of, typed
+        from trainers.config import engine_of, evaluator_of, typed
         from trainers.report import write_report
 
         settings = typed(run.config)
         engine = engine_of(settings.algorithm)
         preflight.check_extras(engine.extras(settings))
         preflight.check_writable(run.path)
-        evaluator = importlib.import_module(engine.EVALUATOR)
-        more = {} if cfg.video else {"video": False}
+        evaluator = evaluator_of(settings.algorithm)
+        if evaluator is None:
+            raise UserError(f"a run of algo={settings.algo.name} has nothing to evaluate", given=cfg.run)
+        filmed = "video" in inspect.signature(evaluator.evaluate_run).parameters
+        more = {"video": cfg.video} if filmed else {}
         evaluator.print_table(evaluator.evaluate_run(run.path, episodes=cfg.episodes, seed=cfg.seed, **more))
         print(f"report: {write_report(run.path)}")
     except UserError as error:

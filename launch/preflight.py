@@ -22,13 +22,20 @@ CHECKOUT = Path(__file__).resolve().parent.parent
 ROOMS = ("envs", "rollouts", "rewards", "trainers", "algos", "evaluators", "stages", "launch")
 RUN_GIB = 0.25  # metrics, curves, a video and the checkpoints of a small network
 CGROUP = Path("/sys/fs/cgroup")
-INSTALL = "make install, or: pip install '.[safety]' && pip install --no-deps -r constraints/no-deps.txt"
+NO_DEPS = "pip install --no-deps -r constraints/no-deps.txt"
+WORKERS = "rollout.num_env_runners"
+
+
+def install(extra: str) -> str:
+    """The command that installs an optional dependency."""
+    line = f"pip install -c constraints/cpu.txt '.[{extra}]'"
+    return f"make install, or: {line} && {NO_DEPS}" if extra == "safety" else f"make install, or: {line}"
 
 
 def check_packages(
     requirements: Iterable[str],
     installed: Callable[[str], str] = metadata.version,
-    fix: str = INSTALL,
+    fix: str = install("safety"),
 ) -> str:
     """Every requirement (`name[extras]>=1,<2`) is met by an installed distribution."""
     try:
@@ -78,25 +85,28 @@ def check_rooms(rooms: Iterable[str] = ROOMS, checkout: Path = CHECKOUT) -> str:
     return f"rooms: imported from {checkout}"
 
 
-def check_cpus(asked: int, there: int) -> str:
-    """No more processes work at the same time than there are CPUs."""
+def check_cpus(asked: int, there: int, setting: str = WORKERS) -> str:
+    """No more processes work at the same time than there are CPUs; `setting` says how many."""
     if asked > there:
+        several = " and " in setting
         raise UserError(
             "more workers than CPUs",
-            given=f"{asked} workers (rollout.num_env_runners)",
+            given=f"{asked} workers ({setting})",
             allowed=f"at most {there}, the CPUs that this process may use",
-            fix=f"rollout.num_env_runners={there}, or 0 to sample in the main process",
+            fix=f"lower {setting}; 0 works in the main process"
+            if several
+            else f"{setting}={there}, or 0 to sample in the main process",
         )
     return f"cpus: {asked} of {there}"
 
 
-def check_memory(asked_gib: float, there_gib: float) -> str:
+def check_memory(asked_gib: float, there_gib: float, setting: str = WORKERS) -> str:
     """The estimated memory is there."""
     if asked_gib > there_gib:
         raise UserError(
             "not enough free memory",
             given=f"about {asked_gib:.1f} GiB needed, {there_gib:.1f} GiB free",
-            fix="close other programs, or lower rollout.num_env_runners",
+            fix=f"close other programs, or lower {setting}",
         )
     return f"memory: about {asked_gib:.1f} of {there_gib:.1f} GiB free"
 
@@ -175,16 +185,21 @@ def check_extras(names: Iterable[str]) -> list[str]:
         if name == "safety":
             unpinned = (CHECKOUT / "constraints" / "no-deps.txt").read_text().splitlines()
             wanted += [line for line in unpinned if line and not line.startswith("#")]
-        lines.append(check_packages(wanted))
+        lines.append(check_packages(wanted, fix=install(name)))
     return lines
 
 
-def check_machine(resources: Mapping[str, float], runs_dir: Path, environ: Mapping[str, str]) -> list[str]:
-    """What a run asks for against what this machine has; CPUs and memory of a cluster are Ray's matter."""
+def check_machine(
+    resources: Mapping[str, float], runs_dir: Path, environ: Mapping[str, str], workers: str = WORKERS
+) -> list[str]:
+    """What a run asks for against what this machine has; CPUs and memory of a cluster are Ray's matter.
+
+    workers: the settings that say how many processes there are.
+    """
     lines = []
     if not environ.get("RAY_ADDRESS"):
-        lines.append(check_cpus(int(resources["cpus"]), cpus()))
-        lines.append(check_memory(resources["memory_gib"], free_memory_gib()))
+        lines.append(check_cpus(int(resources["cpus"]), cpus(), workers))
+        lines.append(check_memory(resources["memory_gib"], free_memory_gib(), workers))
     lines.append(check_writable(runs_dir))
     lines.append(check_disk(runs_dir, RUN_GIB, free_disk_gib(runs_dir)))
     return lines

@@ -6,7 +6,6 @@ closed terminal after a checkpoint; 1 anything else, with its traceback.
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import re
@@ -101,7 +100,7 @@ def job(cfg: DictConfig, given: Mapping[str, str]) -> int:
     code = train(settings, engine, run, given)
     if code:
         report(run)
-    return code or evaluate(run, engine)
+    return code or evaluate(run, settings)
 
 
 def set_horizon(settings: TrainConfig, values: Mapping[str, Any]) -> list[str]:
@@ -126,7 +125,9 @@ def check(settings: TrainConfig, engine: Any) -> list[str]:
     config.check_size(settings.algo.name, settings.size)
     lines = [*preflight.check_installation(), *preflight.check_extras(engine.extras(settings))]
     engine.check(settings)
-    return lines + preflight.check_machine(engine.resources(settings), Path(settings.run.dir), os.environ)
+    workers = getattr(engine, "WORKERS", preflight.WORKERS)
+    asked, place = engine.resources(settings), Path(settings.run.dir)
+    return lines + preflight.check_machine(asked, place, os.environ, workers)
 
 
 def show(values: Mapping[str, Any], lines: Sequence[str], checks: Sequence[str]) -> None:
@@ -167,14 +168,15 @@ def stopped(reason: str, advice: str) -> int:
     return EXIT_CODES[reason]
 
 
-def evaluate(run: Run, engine: Any) -> int:
+def evaluate(run: Run, settings: TrainConfig) -> int:
     """Evaluation, video, curves and report of a run that is done; the exit code."""
     again = f"python launch/evaluate.py run={name_of(run)} episodes={EPISODES}"
     try:
+        from trainers.config import evaluator_of
         from trainers.report import write_report
 
-        evaluator = importlib.import_module(engine.EVALUATOR)
-        evaluator.print_table(evaluator.evaluate_run(run.path, episodes=EPISODES, seed=run.cfg.seed))
+        if evaluator := evaluator_of(settings.algorithm):
+            evaluator.print_table(evaluator.evaluate_run(run.path, episodes=EPISODES, seed=run.cfg.seed))
         print(f"report: {write_report(run.path)}")
     except (UserError, KeyboardInterrupt) as error:
         print(

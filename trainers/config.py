@@ -54,6 +54,13 @@ def engine_of(algorithm: Any) -> ModuleType:
     return importlib.import_module(algorithm.engine)
 
 
+def evaluator_of(algorithm: Any) -> ModuleType | None:
+    """The module that evaluates its runs: the algorithm's own `evaluator`, else its engine's; None if it says
+    that there is nothing to evaluate."""
+    path = getattr(algorithm, "evaluator", engine_of(algorithm).EVALUATOR)
+    return None if path is None else importlib.import_module(path)
+
+
 def schema(class_path: str) -> dict[str, Any]:
     """Every section of an algorithm's config by name, each a dataclass; `size` is a string."""
     algorithm = load_class(class_path)

@@ -41,7 +41,8 @@ TILES = (  # metric, label, over how many of the last reports the mean is taken
     ("reward_failures", "rewards that failed", 10),
 )
 RATES = {
-    "violation_rate", "mean_token_accuracy", "accuracy", "rewards/accuracies", "reward_failures",
+    "violation_rate", "greedy_accuracy", "mean_token_accuracy", "accuracy", "rewards/accuracies",
+    "reward_failures",
 }  # fmt: skip
 NO_TILE = {"loss": "reward"}  # of a run that has the other: a policy's loss says nothing
 VIDEOS = {"video.mp4": "video/mp4", "video.gif": "image/gif"}
@@ -132,7 +133,8 @@ def _header(
     name: str, config: Mapping[str, Any], rows: list[dict[str, Any]], status: Mapping[str, Any]
 ) -> str:
     algo, env = (config.get(section) or {} for section in ("algo", "env"))
-    about = [algo.get("name"), env.get("id") or env.get("task"), f"seed {(config.get('run') or {}).get('seed', 0)}"]
+    seed = (config.get("run") or {}).get("seed", 0)
+    about = [algo.get("name"), env.get("id") or env.get("task"), f"seed {seed}"]
     if status:
         about.append(
             f"{status['status']} at step {status['step']} after {format_duration(status['seconds'])}"
@@ -159,7 +161,8 @@ def _tiles(config: Mapping[str, Any], rows: list[dict[str, Any]]) -> Iterator[st
 
 
 def _number(metric: str, value: float) -> str:
-    return f"{100 * value:.1f} %" if metric in RATES else format_value(value)
+    rate = metric in RATES or metric.startswith("pass_at_k")
+    return f"{100 * value:.1f} %" if rate else format_value(value)
 
 
 def _notes(notes: Any) -> str:
@@ -169,11 +172,21 @@ def _notes(notes: Any) -> str:
 
 
 def _evaluation(evaluation: Any) -> str:
-    """A table: measured quantities ({mean, ci95, n}) by the policy as trained and each nested set of them."""
+    """A table: measured quantities ({mean, ci95, n}) by the policy as trained and each nested set of them.
+
+    A nested set of other quantities (pass_at_k by k) is more rows.
+    """
     if not isinstance(evaluation, Mapping):
         return ""
     sets = {"as trained": evaluation}
-    sets |= {k: v for k, v in evaluation.items() if isinstance(v, Mapping) and not _is_summary(v)}
+    for name, value in list(evaluation.items()):
+        if not isinstance(value, Mapping) or _is_summary(value):
+            continue
+        if value.keys() & evaluation.keys():
+            sets[name] = value
+        else:
+            evaluation = {**evaluation, **{f"{name} {key}": inner for key, inner in value.items()}}
+            sets["as trained"] = evaluation
     rows = [name for name, value in evaluation.items() if _is_summary(value)]
     head = "".join(f"<th>{escape(_words(title))}</th>" for title in ["quantity", *sets])
     body = "".join(
@@ -185,10 +198,11 @@ def _evaluation(evaluation: Any) -> str:
     facts = [
         f"{_words(name)} {value}"
         for name, value in evaluation.items()
-        if not isinstance(value, Mapping) and value is not None and name != "video"
+        if not isinstance(value, Mapping) and value is not None and name not in ("video", "prompts")
     ]
     count = evaluation[rows[0]]["n"] if rows else 0
-    caption = f"{count} episodes; mean and 95 % confidence interval. {', '.join(facts)}."
+    what = "prompts" if "prompts" in evaluation else "episodes"
+    caption = f"{count} {what}; mean and 95 % confidence interval. {', '.join(facts)}."
     table = f"<table><tr>{head}</tr>{body}</table>"
     return f'<div class="card scroll">{table}<p class="faint">{escape(caption)}</p></div>'
 
