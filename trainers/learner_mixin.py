@@ -30,6 +30,7 @@ from trainers.token_weight import weigh_tokens
 
 Host: Any = object  # stands for the trainer that the mixin is placed before
 
+SHOWN = 60  # characters of a row in a message
 HOST_STATE = ("log_history", "is_local_process_zero", "is_world_process_zero")  # not part of a checkpoint
 
 
@@ -104,8 +105,10 @@ class SeamMixin(Host):
             self.seams.load_state_dict(state)
 
     def describe_row(self, inputs: dict[str, Any], row: int) -> str:
-        """How an error message names a row of a micro-batch."""
-        return f"row {row}"
+        """How an error message names a row of a micro-batch: its number, and its text where it has one."""
+        ids = inputs.get("input_ids")
+        text = "" if ids is None else self.processing_class.decode(ids[row], skip_special_tokens=True)
+        return f"row {row}" + (f", {text[:SHOWN]!r}" if text else "")
 
     # --- state
 

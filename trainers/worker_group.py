@@ -150,13 +150,7 @@ class _Driver:
         if self.failure is not None:
             raise self.failure
         if self._trainer_error is not None:
-            lines = str(self._trainer_error).strip().splitlines()
-            raise UserError(
-                f"the learner's workers died more than learner.max_restarts={self.cfg.learner.max_restarts} "
-                "times",
-                given=lines[-1] if lines else repr(self._trainer_error),
-                fix="mend the cause, then resume the run",
-            ) from self._trainer_error
+            raise self._explained(self._trainer_error)
 
     def _fit(self, work: Any, scratch: str) -> None:
         from ray.train import FailureConfig, RunConfig, ScalingConfig
@@ -190,6 +184,21 @@ class _Driver:
             return error
         except ray.exceptions.RayError as error:  # the worker died before what it sent was read
             return error
+
+    def _explained(self, error: BaseException) -> Exception:
+        """Why the last group ended: a process that died is the user's to mend, an exception is a defect."""
+        limit = self.cfg.learner.max_restarts
+        many = f"the learner's workers failed more than learner.max_restarts={limit} times"
+        failures = getattr(error, "worker_failures", {})
+        # When one dies the others raise that they lost it.
+        dead = [rank for rank, why in failures.items() if isinstance(why, ray.exceptions.RayActorError)]
+        if not dead:
+            return RuntimeError(f"{many}; the last time:\n{error}")
+        return UserError(
+            many,
+            given=f"the process of rank {dead[0]} died; killed from outside, or out of memory?",
+            fix="mend the cause, then resume the run",
+        )
 
     # --- the questions
 

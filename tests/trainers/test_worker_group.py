@@ -79,13 +79,19 @@ def test_a_users_error_in_a_worker_ends_the_run_at_once(ray: Any, model: str, tm
 
 
 @pytest.mark.slow
-def test_workers_that_keep_dying_end_the_run(ray: Any, model: str, tmp_path: Path) -> None:
-    def make(recipe: Recipe, context: Any) -> Any:
+def test_workers_that_keep_failing_end_the_run(ray: Any, model: str, tmp_path: Path) -> None:
+    def broken(recipe: Recipe, context: Any) -> Any:
         raise RuntimeError("no learner today")
 
-    with pytest.raises(UserError, match=r"died more than learner\.max_restarts=1 times") as error:
-        train(Recipe(model=model, workers=1, max_restarts=1), tmp_path, make=make)
-    assert "no learner today" in str(error.value)
+    def dead(recipe: Recipe, context: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    recipe = Recipe(model=model, workers=1, max_restarts=1)
+    with pytest.raises(RuntimeError, match=r"more than learner\.max_restarts=1 times[\s\S]*no learner today"):
+        train(recipe, tmp_path, make=broken)
+    with pytest.raises(UserError, match=r"more than learner\.max_restarts=1 times") as error:
+        train(recipe, tmp_path, make=dead)
+    assert "the process of rank 0 died" in str(error.value)
 
 
 @pytest.mark.slow
