@@ -25,6 +25,7 @@ class RewardModel(LanguageAlgorithm):
     kind = "reward_model"
     Config = RewardModelConfig
     evaluator = None  # it writes no answers
+    hands_on = False  # a next phase starts from the model before it
     headline = (("accuracy", "accuracy"), ("margin", "margin"))
 
     @classmethod

@@ -92,6 +92,18 @@ def _environments(algorithms: Sequence[str], given: list[str] | None) -> list[st
     return given
 
 
+def algorithm(name: str) -> str:
+    """The name of an algorithm, an alias resolved. Raises UserError with the nearest ones."""
+    return _choices(parse(f"algo={name}"), multirun=False)[0]
+
+
+def owner(token: str) -> str | None:
+    """The algorithm whose phases alone have a setting: `sft` of `sft.learner.lr=1e-4`; None: all."""
+    first, dot, _ = token.partition("=")[0].partition(".")
+    known = config.aliases() | {name: name for name in config.options("algo")}
+    return known.get(first) if dot else None
+
+
 def read_into(kind: type[T], argv: Sequence[str]) -> T:
     """A dataclass filled from key=value tokens, for commands without YAML groups. Raises UserError."""
     tree = OmegaConf.structured(kind)

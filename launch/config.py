@@ -14,7 +14,7 @@ from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
-from omegaconf import BooleanNode, DictConfig, OmegaConf, StringNode
+from omegaconf import AnyNode, BooleanNode, DictConfig, OmegaConf, StringNode
 from omegaconf.errors import OmegaConfBaseException
 
 from envs.errors import UserError, nearest
@@ -23,7 +23,7 @@ from trainers.config import AlgorithmConfig, engine_of, load_class, schema
 CONF = Path(__file__).resolve().parent / "conf"
 GROUPS = ("algo", "env", "size")
 FIXED = ("algorithm", "algo.name")  # what algo= selects
-LAUNCH_KEYS = ("dry", "resume")  # they belong to the command, not to the run
+LAUNCH_KEYS = ("dry", "resume", "phases")  # they belong to the command, not to the run
 # What may differ in a resumed run: how it is watched, saved and spread, never what is computed.
 RESUMABLE = (
     "run.max_steps",
@@ -82,7 +82,7 @@ def check_size(name: str, size: str) -> None:
 def register(names: Sequence[str]) -> None:
     """Make the dataclasses of these algorithms known to Hydra; imports their modules, no others."""
     for name in names:
-        command = {"dry": BooleanNode(False), "resume": StringNode(None)}
+        command = {"dry": BooleanNode(False), "resume": StringNode(None), "phases": AnyNode(None)}
         node = {**schema(algorithm(name).class_path), **command}
         ConfigStore.instance().store(name=f"schema-{name}", node=node)
 

@@ -1,5 +1,7 @@
 """Train: `python launch/train.py algo=<algorithm> env=<kind> [<section>.<setting>=<value> ...]`, or --help.
 
+`phases=[sft,grpo]` in the place of `algo=` trains several times, each from the model of the one before.
+
 Exit codes: 0 done; 2 wrong input, told without a traceback; 130, 143 or 129 stopped by Ctrl-C, SIGTERM or a
 closed terminal after a checkpoint; 1 anything else, with its traceback.
 """
@@ -42,8 +44,10 @@ def main(argv: Sequence[str]) -> int:
     """Checks the command line, then lets Hydra run `job` once, or once per combination with -m."""
     try:
         preflight.check_installation()
-        from launch import arguments, config
+        from launch import arguments, config, phases
 
+        if phases.asked(argv):
+            return phases.launch(argv, check_job, attempt)
         args = arguments.read(argv)
     except UserError as error:
         return refuse(error)
@@ -51,12 +55,7 @@ def main(argv: Sequence[str]) -> int:
 
     @hydra.main(version_base=None, config_path=str(config.CONF), config_name="train")
     def run_job(cfg: DictConfig) -> None:
-        try:
-            code = job(cfg, args.given)
-        except Exception:  # Hydra would shorten the traceback
-            traceback.print_exc()
-            code = 1
-        if code:
+        if code := attempt(cfg, args.given):
             sys.exit(code)
 
     # Hydra notes a sweep in a file of its own; every run has its whole config, so nobody needs it.
@@ -64,6 +63,38 @@ def main(argv: Sequence[str]) -> int:
         sys.argv[1:] = [*args.argv, f"hydra.sweep.dir={scratch}"]
         run_job()
     return 0
+
+
+def attempt(cfg: DictConfig, given: Mapping[str, str]) -> int:
+    """`job`, with the whole traceback of what it raises: Hydra would shorten it."""
+    try:
+        return job(cfg, given)
+    except Exception:
+        traceback.print_exc()
+        return 1
+
+
+def check_job(cfg: DictConfig, given: Mapping[str, str]) -> int:
+    """All of `job` that comes before anything is written. Raises UserError."""
+    from launch import config
+    from trainers.config import typed
+
+    values = config.resolved(cfg)
+    lines, checks = plan(typed(values), values)
+    if cfg.dry:
+        show(values, lines, checks)
+    return 0
+
+
+def plan(settings: TrainConfig, values: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """What will be done and which checks it passed, a line each. Raises UserError."""
+    from trainers.config import engine_of
+
+    engine = engine_of(settings.algorithm)
+    preflight.check_extras(engine.extras(settings))
+    note = set_horizon(settings, values)
+    checks = check(settings, engine)
+    return engine.describe(settings) + note, checks
 
 
 def job(cfg: DictConfig, given: Mapping[str, str]) -> int:
@@ -80,10 +111,7 @@ def job(cfg: DictConfig, given: Mapping[str, str]) -> int:
             values.setdefault("run", {})["dir"] = str(found.path.parent)
         settings = typed(values)
         engine = engine_of(settings.algorithm)
-        preflight.check_extras(engine.extras(settings))
-        note = set_horizon(settings, values)
-        checks = check(settings, engine)
-        lines = engine.describe(settings) + note
+        lines, checks = plan(settings, values)
         if cfg.dry:
             show(values, lines, checks)
             return 0
@@ -237,13 +265,21 @@ def how_to_continue(settings: TrainConfig, run: Run, given: Mapping[str, str]) -
 
     saved = any((run.path / "checkpoints").glob("step-*"))
     again = [f"{key}={value}" for key, value in given.items() if key in RESUMABLE]
-    command = " ".join(["python launch/train.py", f"resume={name_of(run)}", *again])
+    command = " ".join(["python launch/train.py", f"resume={whole(run)}", *again])
     return f"continue with: {command}" if saved else f"there is no checkpoint yet; start over with: {command}"
 
 
 def name_of(run: Run) -> str:
     """How a command names the run: by its name in runs/, else by its path."""
     return run.name if run.path.parent == Path("runs") else str(run.path)
+
+
+def whole(run: Run) -> str:
+    """What to resume: the run, or all phases when it is one of several."""
+    folder = run.path.parent
+    if not (folder / "phases.json").is_file():
+        return name_of(run)
+    return folder.name if folder.parent == Path("runs") else str(folder)
 
 
 def user_error(error: BaseException) -> UserError | None:
