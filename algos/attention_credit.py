@@ -36,7 +36,7 @@ def sampled_layers(depth: int, count: int) -> list[int]:
 def split_heads(spans: np.ndarray, share: float) -> tuple[np.ndarray, np.ndarray]:
     """(local, global): indices of the share of heads with the shortest and with the longest spans.
 
-    """`count` evenly spaced layers from floor(depth/3) to floor(2 depth/3); fewer where they meet."""
+    `spans` (n,) are mean distances in tokens. Each has max(1, round(share n)) heads, ties by index (ours).
     Raises UserError when the two would overlap.
     """
     size = max(1, round(share * len(spans)))
