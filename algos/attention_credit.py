@@ -80,7 +80,7 @@ def coupled_gamma(waad: np.ndarray, anchors: np.ndarray, cfg: AttentionCreditCon
     dominated = np.zeros(len(waad), bool)
     planners = np.zeros(len(waad), bool)
     for t in np.flatnonzero(anchors & low):
-        before = np.arange(max(0, t - cfg.lookback), t)
+        before = np.arange(max(0, int(t) - cfg.lookback), int(t))
         if len(before) and planned[before].any():
             dominated[t] = True
             planners[before[len(before) - 1 - np.argmax(jump[before][::-1])]] = True
@@ -310,7 +310,7 @@ class AttentionCredit(LanguageAlgorithm):
                 given=f"algo.horizon_low={a.horizon_low}, algo.horizon_high={a.horizon_high}",
             )
 
-    def observe(self, model: Any, samples: list[Sample]) -> dict[str, list[np.ndarray]]:  # type: ignore[override]
+    def observe(self, model: Any, samples: list[Sample]) -> dict[str, list[np.ndarray]]:
         """The streams "waad", "fai" and "entropy", each (T,) a sample."""
         cfg = self.config
         layers = sampled_layers(model.config.num_hidden_layers, cfg.layers)
@@ -359,7 +359,7 @@ class AttentionCredit(LanguageAlgorithm):
             "entropy": entropies,
         }
 
-    def credit(self, groups: list[list[Sample]], advantages: np.ndarray) -> list[np.ndarray]:  # type: ignore[override]
+    def credit(self, groups: list[list[Sample]], advantages: np.ndarray) -> list[np.ndarray]:
         """gamma_t A of every sample, (T,) each; the factors are kept as the stream "gamma"."""
         found = []
         for group, row in zip(groups, advantages):
@@ -376,7 +376,7 @@ class AttentionCredit(LanguageAlgorithm):
                 found.append(shaped(float(advantage), factor, self.config))
         return found
 
-    def after_step(self, learner: Any, step: int) -> dict[str, Any]:  # type: ignore[override]
+    def after_step(self, learner: Any, step: int) -> dict[str, Any]:
         """What the last look showed."""
         return dict(self._seen)
 
