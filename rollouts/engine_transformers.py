@@ -111,6 +111,14 @@ class TransformersEngine:
                 allowed=f"{self.window} tokens in all",
                 fix="lower rollout.max_new_tokens or leave long prompts out",
             )
+        size = self.model.get_input_embeddings().num_embeddings
+        if not all(0 <= i < size for i in request.prompt_ids):
+            wrong = next(i for i in request.prompt_ids if not 0 <= i < size)
+            raise UserError(
+                "a prompt has a token outside the vocabulary", given=wrong, allowed=f"0 to {size - 1}"
+            )
+        if not (request.capture or request.edit):
+            return
         modules = dict(self.model.named_modules())
         for name in [*request.capture, *(edit.module for edit in request.edit)]:
             if name not in modules:
@@ -257,7 +265,7 @@ class _Row:
     def uniform(self) -> float:
         """The noise of the next token."""
         if self.noise is None:
-            generator = self.request.generators()[self.index]
+            generator = self.request.generator(self.index)
             self.noise = generator.random(self.request.params.max_new_tokens)
         return float(self.noise[len(self.tokens)])
 

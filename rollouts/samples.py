@@ -93,12 +93,9 @@ class Request:
             if edit.op not in Edit.OPS:
                 raise UserError("unknown edit", given=edit.op, allowed=Edit.OPS)
 
-    def generators(self) -> list[np.random.Generator]:
-        """The n sources of noise, one a completion."""
-        return [
-            np.random.Generator(np.random.Philox(np.random.SeedSequence((*self.seed, i))))
-            for i in range(self.n)
-        ]
+    def generator(self, index: int) -> np.random.Generator:
+        """The source of noise of completion `index`."""
+        return np.random.Generator(np.random.Philox(np.random.SeedSequence((*self.seed, index))))
 
     def nbytes(self) -> int:
         """About what it holds in memory while it waits."""
