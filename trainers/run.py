@@ -177,6 +177,7 @@ class Run:
                 f"step {step} reported after {self._last_step}; a resumed run calls resume_at first"
             )
         values = {name: checked_number(name, value, step) for name, value in metrics.items()}
+        self._check_place(file)
         if {"step", "seconds"} & values.keys():
             raise ValueError("the metrics 'step' and 'seconds' are written by the run itself")
         seconds = round(self.seconds, 3)
@@ -208,7 +209,9 @@ class Run:
 
     def checkpoint(self, step: int, tree: Tree) -> Path:
         """Write `tree` as the state after `step`; see trainers.checkpoint for what a tree may hold."""
-        os.fsync(self._open_metrics())
+        file = self._open_metrics()
+        self._check_place(file)
+        os.fsync(file)
         return save_checkpoint(self.path / "checkpoints", step, tree, self.cfg.keep_checkpoints)
 
     def latest(self) -> tuple[int, Tree] | None:
@@ -355,6 +358,18 @@ class Run:
         os.ftruncate(file, sum(len(line) for line, _ in kept))
         self._take_up([row for _, row in kept])
         return file
+
+    def _check_place(self, file: int) -> None:
+        """Raise UserError when the folder was moved or deleted under the running process."""
+        path = self.path / "metrics.jsonl"
+        with contextlib.suppress(OSError):
+            if os.path.samestat(path.stat(), os.fstat(file)):
+                return
+        raise UserError(
+            "The run's folder was moved or deleted while it ran.",
+            given=str(path),
+            fix="put the folder back and resume the run, or start it again",
+        )
 
     def _take_up(self, rows: list[dict[str, Any]]) -> None:
         self._last_step = rows[-1]["step"] if rows else -1

@@ -135,6 +135,18 @@ class TestMetrics:
         with pytest.raises(TypeError, match="'loss' at step 1 is str"):
             make(tmp_path).report(1, {"loss": "0.5"})
 
+    def test_the_folder_is_moved_or_deleted_while_it_runs(self, tmp_path):
+        run = make(tmp_path)
+        run.report(1, {})
+        run.path.rename(tmp_path / "moved")
+        for write in (lambda: run.report(2, {}), lambda: run.checkpoint(1, {})):
+            with pytest.raises(UserError, match=r"(?s)moved or deleted while it ran.*metrics\.jsonl"):
+                write()
+        assert not run.path.exists(), "nothing is written where nobody would look"
+        (tmp_path / "moved").rename(run.path)
+        run.checkpoint(1, {})
+        assert run.latest() == (1, {})
+
     def test_steps_grow(self, tmp_path):
         run = make(tmp_path)
         run.report(2, {})
