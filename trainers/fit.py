@@ -20,6 +20,8 @@ class Watcher(Protocol):
 
     def report(self, step: int, metrics: dict[str, Any]) -> None: ...
     def checkpoint(self, step: int, tree: Any) -> Any: ...
+    def latest(self) -> tuple[int, Any] | None: ...
+    def resume_at(self, step: int) -> None: ...
     def should_stop(self) -> str | None: ...
 
 
@@ -101,7 +103,7 @@ def _tree(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]
     }
 
 
-def _resume(module: nn.Module, optimizer: torch.optim.Optimizer, run: Any) -> int:
+def _resume(module: nn.Module, optimizer: torch.optim.Optimizer, run: Watcher) -> int:
     from trainers import learner_state
 
     saved = run.latest()
