@@ -80,6 +80,14 @@ class RewardConfig:
     deadline_s: float = 30.0  # of a reward in a child process, per batch
 
 
+# Where TRL's losses differ from its default about samples that are not learned from, and about the split.
+LOSS_CAVEATS = {
+    **dict.fromkeys(
+        ("grpo", "sapo", "dr_grpo", "luspo"),
+        "a mean over rows: one whose reward failed adds nothing, but is counted",
+    ),
+    "bnpo": "every micro-batch has its own denominator: the gradient depends on the split",
+}
 SECTIONS = {
     "env": TextTaskConfig,
     "model": ModelConfig,
@@ -90,6 +98,7 @@ SECTIONS = {
 KINDS = ("policy", "sft", "pretrain", "dpo", "reward_model")
 ENVS = ("chained-arithmetic", "countdown", "sudoku4", "reasoning-gym", "dataset")  # the default first
 EVALUATOR = "evaluators.language"
+WORKERS = "rollout.num_workers and learner.num_workers"
 
 
 def extras(cfg: Any) -> list[str]:
@@ -295,6 +304,8 @@ def describe(cfg: Any) -> list[str]:
             f"drawn by {r.num_workers or 'no'} rollout worker(s) ({r.engine}), "
             + (f"{r.staleness} batch(es) ahead of the learner" if r.staleness else "with the newest weights"),
         ]
+        if c.loss_type in LOSS_CAVEATS:
+            lines.append(f"learner.loss_type={c.loss_type}: {LOSS_CAVEATS[c.loss_type]}")
     lines.append(
         f"{steps} steps x {rows} rows = {world(cfg)} process(es) x {micro} per micro-batch x "
         f"{rows // (world(cfg) * micro)} accumulated; in {where}"

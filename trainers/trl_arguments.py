@@ -53,6 +53,21 @@ GENERATION = {
     "log_completions": "samples.jsonl of the run, which always holds some",
     "num_completions_to_print": "samples.jsonl of the run, which always holds some",
 }
+# What TRL's own generation and rewards would have read: of the policy's learner, whose rows come from the Feed.
+POLICY = {
+    "scale_rewards": "reward.scale",
+    "mask_truncated_completions": "rollout.mask_cut",
+    "multi_objective_aggregation": "reward.weights; rewards are summed, then scaled",
+    "chat_template_kwargs": "the chat template of the model's tokenizer",
+    "max_tool_calling_iterations": "env.task, and rewards for what it checks",
+    "use_transformers_paged": "rollout.engine and run.deterministic",
+    "log_multimodal": "samples.jsonl of the run, which always holds some",
+    "log_unique_prompts": "samples.jsonl of the run, which always holds some",
+    "log_completions_hub_repo": "samples.jsonl of the run, which always holds some",
+    "pad_to_multiple_of": "nothing: rows are as long as the longest",
+    "shuffle_dataset": "run.seed; every pass over the prompts is shuffled",
+    "remove_unused_columns": "nothing: every column is kept as the samples' meta",
+}
 # What has a setting of ours.
 OURS = {
     "output_dir": "run.dir and run.name",
@@ -120,8 +135,10 @@ def trl_names(kind: str) -> frozenset[str]:
     return frozenset(n for n in names if not n.startswith("_"))
 
 
-def ours_for(name: str) -> str | None:
+def ours_for(name: str, kind: str) -> str | None:
     """The setting of ours that stands for TRL's argument `name`; None: TRL's own is passed on."""
+    if kind == "policy" and name in POLICY:
+        return POLICY[name]
     prefixed = next((ours for prefix, ours in PREFIXES.items() if name.startswith(prefix)), None)
     return GENERATION.get(name) or OURS.get(name) or prefixed
 
@@ -129,7 +146,7 @@ def ours_for(name: str) -> str | None:
 def check_trl_arguments(kind: str, arguments: Mapping[str, Any]) -> None:
     """Raise UserError for an argument that TRL does not have, or that has a setting of ours."""
     for name, value in arguments.items():
-        ours = ours_for(name)
+        ours = ours_for(name, kind)
         if ours is not None:
             raise UserError(
                 f"TRL's argument {name} has a setting of ours",
@@ -138,7 +155,7 @@ def check_trl_arguments(kind: str, arguments: Mapping[str, Any]) -> None:
             )
         names = trl_names(kind)
         if name not in names:
-            open_names = [n for n in names if ours_for(n) is None]
+            open_names = [n for n in names if ours_for(n, kind) is None]
             raise UserError(
                 f"TRL's {CONFIGS[kind][1]} has no argument {name!r}",
                 given=f"learner.trl.{name}={value}",
