@@ -16,7 +16,7 @@ from tests.trainers.control_runs import descendants, wait_for
 from tests.trainers.language_runs import resume, settings, start
 from tests.trainers.tiny_language import differences, newest
 from trainers.metrics import read_metrics
-from trainers.models import greedy_accuracy
+from trainers.tiny_model import greedy_accuracy
 
 
 @pytest.fixture(autouse=True)
