@@ -63,7 +63,7 @@ def local_cluster(num_workers: int, object_store_bytes: int = OBJECT_STORE_BYTES
     else:
         os.environ.update(THREADS | ray_environment(os.environ))
         # Ray puts the current folder first on its workers' search path, before PYTHONPATH.
-        with _sigterm_handler_kept(), _deaf_children(), contextlib.chdir(CHECKOUT):
+        with _sigterm_handler_kept(), deaf_children(), contextlib.chdir(CHECKOUT):
             ray.init(
                 num_cpus=max(1, num_workers),
                 include_dashboard=False,
@@ -152,7 +152,7 @@ def _sigterm_handler_kept() -> Iterator[None]:
 
 
 @contextmanager
-def _deaf_children() -> Iterator[None]:
+def deaf_children() -> Iterator[None]:
     """Processes started inside never receive STOP_SIGNALS; neither do theirs, until they unblock them.
 
     This process goes on to hear them, through a thread that doesn't block them.

@@ -142,3 +142,23 @@ def test_killed_terminated_interrupted_and_then_the_end(ray: Any, training: Any,
     assert found[1]["engine"]["env_steps"] == 200 * PLAN
     assert [row["step"] for row in rows(run)] == list(range(1, PLAN + 1))
     assert_same(start("traces", tmp_path, *SETTINGS, name="undisturbed"), run)
+
+
+@pytest.mark.slow
+def test_rays_gcs_is_killed(training: Any) -> None:
+    """Ray itself would end the driver without a word, a minute later."""
+    one = training("algo=tracess", *SETTINGS, "rollout.num_env_runners=1", "run.name=mine")
+    one.wait_past(4)
+    (gcs,) = [pid for pid, line in one.family.items() if "/gcs_server " in line]
+    os.kill(gcs, signal.SIGKILL)
+    code, said = one.end()
+    assert code == 2
+    assert f"'gcs_server (process {gcs}) ended with code -9'" in said
+    assert "Traceback" not in said
+    assert printed_command(said)[0] == "resume=mine"
+    run = Run.open(one.metrics.parent)
+    found = run.latest()
+    assert found is not None
+    assert found[0] == one.steps()[-1] < PLAN
+    assert run.status is not None
+    assert run.status["status"] == "failed"

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +15,14 @@ import pytest
 
 from envs.errors import UserError
 from trainers import ray_cluster
-from trainers.ray_cluster import check_address, ray_environment, wait_for_cpus
+from trainers.ray_cluster import (
+    check_address,
+    daemons,
+    deaf_children,
+    lost_daemon,
+    ray_environment,
+    wait_for_cpus,
+)
 
 
 def test_the_token_is_random_and_what_the_user_set_is_kept(tmp_path: Path) -> None:
@@ -45,3 +57,43 @@ def test_a_cluster_without_enough_free_cpus(ray: Any, monkeypatch: pytest.Monkey
     with pytest.raises(UserError, match="had not 5 free CPUs within 1 s") as error:
         wait_for_cpus(5)
     assert "allowed: it has 4 in all" in str(error.value)
+
+
+def test_rays_own_processes_are_found(ray: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are no public part of Ray: another release may hide them."""
+    found = daemons()
+    assert {"raylet", "gcs_server"} <= found.keys()
+    for kind in ("raylet", "gcs_server"):
+        assert kind in Path(f"/proc/{found[kind].pid}/cmdline").read_text()
+    assert lost_daemon() is None
+    with subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"]) as gone:
+        gone.wait()
+    monkeypatch.setattr(ray_cluster, "daemons", lambda: found | {"gcs_server": gone, "monitor": gone})
+    assert lost_daemon() == f"gcs_server (process {gone.pid}) ended with code 3"
+
+
+def test_children_that_do_not_hear_signals_of_which_their_parent_does() -> None:
+    heard: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+    code = "import time; print('up', flush=True); time.sleep(60)"
+    try:
+        with deaf_children():
+            child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+            os.kill(os.getpid(), signal.SIGTERM)
+            deadline = time.monotonic() + 10
+            while not heard and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert heard == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert child.stdout is not None
+    assert child.stdout.readline() == b"up\n"
+    child.terminate()
+    time.sleep(0.2)
+    assert child.poll() is None
+    child.kill()
+    assert child.wait() == -signal.SIGKILL
+    child.stdout.close()
+    with subprocess.Popen([sys.executable, "-c", code]) as other:
+        other.terminate()
+        assert other.wait() == -signal.SIGTERM, "only those started inside"
