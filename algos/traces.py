@@ -17,9 +17,21 @@ import torch
 from torch import nn
 
 from envs.errors import UserError
-from rewards.labels import QueryCounter, ThresholdOracle, prefix_ends, whole_is_safe
+from envs.make import EnvConfig
+from rewards.human import HumanAnnotator, HumanConfig
+from rewards.label_queue import LabelQueue
+from rewards.label_server import LabelServer
+from rewards.labels import (
+    Annotator,
+    OracleAnnotator,
+    QueryCounter,
+    ThresholdOracle,
+    prefix_ends,
+    whole_is_safe,
+)
 from rewards.offline import check_offline, load_offline
 from rollouts.recorded import LabeledTrajectory
+from rollouts.replay import Replay, replay_of
 from rollouts.trajectories import EnvSpec, Episode, Rollout
 from trainers.control import Constraint, ControlAlgorithm, env_spec
 from trainers.gru import gru_sequence
@@ -317,6 +329,8 @@ class TracesConfig:
     query_min: int = 4
     query_uncertain_share: float = 0.5  # by coefficient of variation; the rest at random
     lr_scale_active: float = 0.5  # actor's learning rate once the constraint is active
+    label: str = "oracle"  # who labels: oracle (simulated) | human (clips on a local page or in a terminal)
+    human: HumanConfig = field(default_factory=HumanConfig)
     offline: str | None = None  # labelled trajectories to pretrain on: our recording, or DSRL's HDF5
     memory_in_policy: bool = True
     estimator: EstimatorConfig = field(default_factory=EstimatorConfig)
@@ -363,6 +377,7 @@ class Trajectory:
     terminated: bool
     uncertainty: float = 0.0
     p_safe: float = 1.0
+    replay: Replay | None = None  # for a person to see
 
 
 @dataclass
@@ -390,6 +405,7 @@ class Traces(ControlAlgorithm):
     def __init__(self, config: TracesConfig, spec: EnvSpec, seed: int):
         super().__init__(config, spec, seed)
         self.oracle = ThresholdOracle(config.budget, config.noise)
+        self.annotator: Annotator = OracleAnnotator(self.oracle, config.slice_steps)
         self.multiplier = Multiplier(config.multiplier)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(int(np.random.default_rng((INIT_STREAM, seed)).integers(2**62)))
@@ -407,6 +423,7 @@ class Traces(ControlAlgorithm):
         self._recent: deque[float] = deque(maxlen=config.window_episodes)
         self._bias: deque[float] = deque(maxlen=max(1, config.bias_labels))  # label - P_safe, random labels
         self._notices: list[str] = []
+        self._page: LabelServer | None = None
         self._refresh()
 
     def make_estimator(self, spec: EnvSpec) -> Any:
@@ -455,8 +472,16 @@ class Traces(ControlAlgorithm):
         ):
             if not value > 0:
                 raise UserError(f"{name} must be more than 0", given=value, allowed="(0, inf)")
+        if c.label not in ("oracle", "human"):
+            raise UserError("unknown algo.label", given=c.label, allowed=("oracle", "human"))
+        c.human.check()
         if c.offline is not None:
             read_offline(c, env_spec(cfg), cfg.run.seed)
+
+    @classmethod
+    def needs_cost(cls, cfg: Any) -> bool:
+        """A person needs no cost of the environment's to label; the simulated annotator does."""
+        return cfg.algo.label == "oracle"
 
     @classmethod
     def describe(cls, cfg: Any) -> list[str]:
@@ -464,15 +489,22 @@ class Traces(ControlAlgorithm):
         prefixes = len(prefix_ends(cfg.env.horizon, c.slice_steps))
         truly = (c.p_safe_limit - c.noise) / (1 - 2 * c.noise)  # P_safe is that of the label, flips included
         meaning = f", so {truly:.0%} truly safe episodes" if c.noise else ""
+        hidden = f"hidden limit: {c.budget:g} cost an episode, told to the annotator only"
+        if c.label == "human":
+            hidden = "a person labels clips of episodes, and the run waits for the answers"
         return [
-            f"hidden limit: {c.budget:g} cost an episode, told to the annotator only; constraint "
-            f"E[P_safe] >= {c.p_safe_limit:g}{meaning}",
+            f"{hidden}; constraint E[P_safe] >= {c.p_safe_limit:g}{meaning}",
             f"{prefixes} labels a trajectory (a prefix every {c.slice_steps} steps), noise {c.noise:g}",
         ]
 
     def begin(self, run: Any, resumed: bool) -> None:
-        """Pretrain on the offline trajectories. The constraint is active at once if the gate is passed."""
+        """Open the page for labels if people give them; pretrain on offline trajectories if there are any.
+
+        The constraint is active at once if the gate is passed.
+        """
         c = self.config
+        if c.label == "human":
+            self._open_page(run)
         if resumed or c.offline is None:
             return
         found = read_offline(c, self.spec, self.seed)
@@ -489,6 +521,22 @@ class Traces(ControlAlgorithm):
         )
         self._pass_gate(tries=None)
         self._refresh()
+
+    def _open_page(self, run: Any) -> None:
+        folder, obs_dim = run.path / "labels", self.spec.obs_dim
+        env, c = EnvConfig(**run.config["env"]), self.config
+        self._page = LabelServer(LabelQueue(folder), c.human.host, c.human.port)
+        where = f"{self._page.url} (or: python launch/label.py run={run.path})"
+        self.annotator = HumanAnnotator(
+            folder, env, obs_dim, c.slice_steps, c.human, run.event, run.should_stop, where
+        )
+        run.event(f"a person labels this run, at {where}")
+
+    def end(self) -> None:
+        """Close the page for labels."""
+        if self._page is not None:
+            self._page.stop()
+            self._page = None
 
     def constrain(self, rollout: Rollout) -> Constraint:
         """Step the multiplier by limit - P_safe; the learned mean credits are the costs."""
@@ -519,7 +567,7 @@ class Traces(ControlAlgorithm):
     def after_step(self, rollout: Rollout, hidden_costs: np.ndarray, iteration: int) -> dict[str, Any]:
         """Label, fit, and renew what the runners carry. See the class for the two phases."""
         episodes = rollout.episodes()
-        fresh = [self._trajectory(rollout, hidden_costs, e) for e in episodes]
+        fresh = [self._trajectory(rollout, hidden_costs, e, iteration) for e in episodes]
         self.pool += fresh
         rng = np.random.default_rng((LABEL_STREAM, self.seed, iteration))
         loss = None
@@ -532,12 +580,14 @@ class Traces(ControlAlgorithm):
         self._refresh()
         return self._metrics(fresh, loss)
 
-    def _trajectory(self, rollout: Rollout, costs: np.ndarray, e: Episode) -> Trajectory:
+    def _trajectory(self, rollout: Rollout, costs: np.ndarray, e: Episode, iteration: int) -> Trajectory:
         at = (slice(e.start, e.end), e.env)
         inputs = np.concatenate([rollout.obs[:-1][at], rollout.executed[at]], -1)
         mean, var = rollout.model_cost[at], rollout.model_cost_var[at]
         score = float(self.estimator.episode_p_safe(mean.sum()))
-        return Trajectory(inputs, costs[at], e.terminated, self._doubt(inputs, mean, var, score), score)
+        replay = replay_of(rollout, e, self.seed, iteration) if self.config.label == "human" else None
+        doubt = self._doubt(inputs, mean, var, score)
+        return Trajectory(inputs, costs[at], e.terminated, doubt, score, replay)
 
     def _doubt(self, inputs: np.ndarray, mean: np.ndarray, var: np.ndarray, score: float) -> float:
         """How much a label of this episode would tell; the share of queries by doubt takes the largest."""
@@ -545,11 +595,18 @@ class Traces(ControlAlgorithm):
 
     # -- labels
 
-    def _label(self, trajectory: Trajectory, rng: np.random.Generator) -> None:
-        ends = prefix_ends(len(trajectory.inputs), self.config.slice_steps)
-        labels = self.oracle.label(trajectory.costs, ends, trajectory.terminated, rng)
-        self.queries.add(labels)
-        self.labeled.append(Labeled(trajectory.inputs, ends, labels))
+    def _label(self, trajectories: list[Trajectory], rng: np.random.Generator) -> list[float | None]:
+        """Have the trajectories labelled; the labels of the wholes, None where the annotator gave none."""
+        wholes: list[float | None] = []
+        for trajectory, judged in zip(trajectories, self.annotator.label(trajectories, rng), strict=True):
+            if judged is None:
+                wholes.append(None)
+                continue
+            ends, labels = judged
+            self.queries.add(labels)
+            self.labeled.append(Labeled(trajectory.inputs, ends, labels))
+            wholes.append(float(labels[-1]))
+        return wholes
 
     def _take(self, indices: np.ndarray) -> list[Trajectory]:
         """Remove trajectories from the pool, in the order given."""
@@ -561,8 +618,7 @@ class Traces(ControlAlgorithm):
     def _warm_up(self, rng: np.random.Generator, iteration: int, fresh: int) -> float | None:
         c = self.config
         newest = np.arange(len(self.pool) - fresh, len(self.pool))
-        for trajectory in self._take(rng.choice(newest, min(c.warmup_labels, fresh), replace=False)):
-            self._label(trajectory, rng)
+        self._label(self._take(rng.choice(newest, min(c.warmup_labels, fresh), replace=False)), rng)
         self.pool = self.pool[-(c.start_iterations * max(1, fresh)) :]
         whole = [x.labels[-1] for x in self.labeled[self.offline_count :]]
         recent = whole[-c.start_window :]
@@ -575,8 +631,7 @@ class Traces(ControlAlgorithm):
                 )
             return None
         extra = rng.choice(len(self.pool), min(c.start_labels, len(self.pool)), replace=False)
-        for trajectory in self._take(extra):
-            self._label(trajectory, rng)
+        self._label(self._take(extra), rng)
         if not self._both_classes():
             return None
         if self.gate_failures == 0:
@@ -624,10 +679,11 @@ class Traces(ControlAlgorithm):
         at_random = rng.choice(len(self.pool), n_random, replace=False)
         by_cv = np.argsort([-t.uncertainty for t in self.pool], kind="stable")
         uncertain = by_cv[~np.isin(by_cv, at_random)][: wanted - n_random]
-        for i, trajectory in enumerate(self._take(np.concatenate([at_random, uncertain]))):
-            self._label(trajectory, rng)
-            if i < n_random:
-                self._bias.append(float(self.labeled[-1].labels[-1]) - trajectory.p_safe)
+        chosen = self._take(np.concatenate([at_random, uncertain]))
+        wholes = self._label(chosen, rng)
+        for trajectory, whole in zip(chosen[:n_random], wholes[:n_random], strict=True):
+            if whole is not None:
+                self._bias.append(whole - trajectory.p_safe)
         self.pool = []
         return self._fit(c.estimator.retrain_updates, c.estimator.retrain_lr, 0.5, iteration)
 
@@ -694,7 +750,7 @@ class Traces(ControlAlgorithm):
 
     def _metrics(self, fresh: list[Trajectory], loss: float | None) -> dict[str, Any]:
         scores: dict[bool, list[float]] = {True: [], False: []}
-        for t in fresh:
+        for t in fresh if self.config.label == "oracle" else []:  # what a person finds safe is not known here
             scores[whole_is_safe(t.costs, t.terminated, self.config.budget)].append(t.p_safe)
         safe, unsafe = scores[True], scores[False]
         return {
@@ -748,6 +804,7 @@ class Traces(ControlAlgorithm):
                 "terminated": np.array([t.terminated for t in self.pool], bool),
                 "uncertainty": np.array([t.uncertainty for t in self.pool], np.float64),
                 "p_safe": np.array([t.p_safe for t in self.pool], np.float64),
+                **_replay_state(self.pool),
             },
         }
 
@@ -777,13 +834,14 @@ class Traces(ControlAlgorithm):
             )
         ]
         self.pool = [
-            Trajectory(inputs, costs, bool(terminated), float(cv), float(p))
-            for inputs, costs, terminated, cv, p in zip(
+            Trajectory(inputs, costs, bool(terminated), float(cv), float(p), replay)
+            for inputs, costs, terminated, cv, p, replay in zip(
                 _split(pool["inputs"], pool["lengths"]),
                 _split(pool["costs"], pool["lengths"]),
                 pool["terminated"],
                 pool["uncertainty"],
                 pool["p_safe"],
+                _replays(pool),
                 strict=True,
             )
         ]
@@ -812,6 +870,30 @@ def _pad(batch: list[Labeled]) -> tuple[torch.Tensor, LabelBatch]:
     labels = np.concatenate([item.labels for item in batch])
     index = torch.from_numpy(steps), torch.from_numpy(columns)
     return torch.from_numpy(x), LabelBatch(index, torch.from_numpy(labels), torch.tensor(lengths))
+
+
+def _replay_state(pool: list[Trajectory]) -> dict[str, np.ndarray]:
+    """What is needed to show the pool's episodes to a person; nothing without one."""
+    replays = [t.replay for t in pool if t.replay is not None]
+    if not replays:
+        return {}
+    return {
+        "replay_seed": np.array([r.seed for r in replays], np.int64),
+        "replay_start": np.array([r.start for r in replays], np.int64),
+        "replay_lengths": np.array([len(r.actions) for r in replays], np.int64),
+        "replay_actions": _stack([r.actions for r in replays]),
+    }
+
+
+def _replays(pool: dict[str, np.ndarray]) -> list[Replay | None]:
+    """Undo of `_replay_state`."""
+    if "replay_seed" not in pool:
+        return [None] * len(pool["lengths"])
+    actions = _split(pool["replay_actions"], pool["replay_lengths"])
+    return [
+        Replay(seed=int(seed), start=int(start), actions=taken)
+        for seed, start, taken in zip(pool["replay_seed"], pool["replay_start"], actions, strict=True)
+    ]
 
 
 def _stack(parts: list[np.ndarray]) -> np.ndarray:

@@ -16,13 +16,13 @@ from typing import Any
 
 import numpy as np
 
+from envs import headless
+
 CHECKOUT = Path(__file__).resolve().parent.parent
-BACKENDS = ("egl", "osmesa")
 MAX_FRAMES, FRAMES_PER_SECOND = 125, 20
 WIDTH, HEIGHT = 480, 368  # multiples of 16, as video codecs like them
 TIMEOUT_S = 300.0
 MARK = "seedbed-video: "  # begins the line on which the child says what went wrong
-DEBIAN = "on Debian: apt-get install libegl1 libgl1 (a driver for EGL) or libosmesa6 (drawing in software)"
 
 
 class Rendering:
@@ -30,19 +30,13 @@ class Rendering:
 
     def __init__(self, run_dir: Path, seed: int) -> None:
         self.run_dir, self.seed = Path(run_dir).resolve(), seed
-        # A user who has chosen a backend knows better.
-        self.backends = [os.environ["MUJOCO_GL"]] if os.environ.get("MUJOCO_GL") else list(BACKENDS)
+        self.backends = headless.backends()
         self.aside = self.run_dir / ".tmp-video.mp4"
         self._start(self.backends[0])
 
     def _start(self, backend: str) -> None:
         places = [str(CHECKOUT), *filter(None, [os.environ.get("PYTHONPATH")])]
-        variables = {
-            "MUJOCO_GL": backend,
-            "PYOPENGL_PLATFORM": backend,
-            "SDL_VIDEODRIVER": "dummy",
-            "PYTHONPATH": os.pathsep.join(places),
-        }
+        variables = {**headless.variables(backend), "PYTHONPATH": os.pathsep.join(places)}
         self.child = subprocess.Popen(
             [sys.executable, "-m", "evaluators.video", str(self.run_dir), str(self.seed), str(self.aside)],
             env=os.environ | variables,
@@ -62,7 +56,7 @@ class Rendering:
             if problem is None:
                 return None
             problems.append(f"MUJOCO_GL={backend}: {problem}")
-        return "; ".join([*problems, DEBIAN])
+        return "; ".join([*problems, headless.DEBIAN])
 
     def _finish(self) -> str | None:
         try:

@@ -1,17 +1,28 @@
 """Safe/unsafe labels for whole trajectories and their prefixes, and what they cost to get.
 
-An oracle is the seam: whatever answers `label` may stand here. The one in this file simulates an annotator
-who sees the trajectory's true cost against a limit that nobody else is told. NumPy only.
+An annotator is the seam: whatever judges episodes may stand here (a person: rewards.human). The oracle in
+this file simulates one who sees the true cost against a limit that nobody else is told. NumPy only.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from envs.errors import UserError
+
+Judgement = tuple[np.ndarray, np.ndarray]  # prefix ends (K,) in steps, the last one L; labels (K,), 1 safe
+
+
+class Annotator(Protocol):
+    """Judges episodes; each has `inputs` (L, S + A), `costs` (L,), `terminated` and perhaps a `replay`."""
+
+    def label(self, episodes: Sequence[Any], rng: np.random.Generator) -> list[Judgement | None]:
+        """A judgement an episode, in their order; None for one that the annotator does not judge."""
+        ...
 
 
 class LabelOracle(Protocol):
@@ -64,6 +75,21 @@ def prefix_ends(length: int, slice_steps: int) -> np.ndarray:
         raise UserError("an empty trajectory cannot be labelled", given=f"length {length}", allowed=">= 1")
     ends = np.arange(slice_steps, length + 1, slice_steps)
     return ends if len(ends) and ends[-1] == length else np.append(ends, length)
+
+
+class OracleAnnotator:
+    """An oracle's labels of every `slice_steps`-th prefix and the whole."""
+
+    def __init__(self, oracle: LabelOracle, slice_steps: int):
+        self.oracle, self.slice_steps = oracle, slice_steps
+
+    def label(self, episodes: Sequence[Any], rng: np.random.Generator) -> list[Judgement | None]:
+        """See `Annotator.label`; every episode is judged."""
+        found: list[Judgement | None] = []
+        for e in episodes:
+            ends = prefix_ends(len(e.costs), self.slice_steps)
+            found.append((ends, self.oracle.label(e.costs, ends, e.terminated, rng)))
+        return found
 
 
 @dataclass

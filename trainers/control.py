@@ -116,6 +116,11 @@ class ControlAlgorithm:
         """Raise UserError for settings that cannot work; called before Ray starts."""
 
     @classmethod
+    def needs_cost(cls, cfg: Any) -> bool:
+        """Whether a constrained algorithm cannot work in an environment without a cost."""
+        return True
+
+    @classmethod
     def describe(cls, cfg: Any) -> list[str]:
         """Lines of derived arithmetic and caveats, printed before the run."""
         return []
@@ -123,12 +128,17 @@ class ControlAlgorithm:
     def begin(self, run: Run, resumed: bool) -> None:
         """Called once before the first iteration; after `load_state_dict` when the run is taken up again."""
 
+    def end(self) -> None:
+        """Called once when the run ends, however it does."""
+
     def constrain(self, rollout: Rollout) -> Constraint:
         """Per-step costs and multiplier for this update. `rollout.costs` is None unless uses_true_cost."""
         return Constraint(None, 0.0)
 
     def after_step(self, rollout: Rollout, hidden_costs: np.ndarray, iteration: int) -> dict[str, Any]:
         """Called after the update: query labels, refit, refresh `cost_model`. Returns metrics.
+
+        May raise `rollouts.collect.Interrupted` when the run is asked to stop: the last checkpoint stands.
 
         `hidden_costs` (T, N) is for a label oracle alone; it stands for what an annotator could see.
         """
@@ -215,7 +225,8 @@ def check(cfg: Any) -> None:
             allowed="[0, inf)",
             fix="set algo.budget=25",
         )
-    if cfg.algorithm.constrained and not env_has_cost(cfg.env):
+    needs_cost = cfg.algorithm.constrained and cfg.algorithm.needs_cost(cfg)
+    if needs_cost and not env_has_cost(cfg.env):
         raise UserError(
             f"algo={cfg.algo.name} constrains a cost, but this environment has none",
             given=f"env.id={cfg.env.id}, env.cost={cfg.env.cost}",
@@ -301,6 +312,7 @@ def train(cfg: Any, run: Run) -> None:
             if saved is not None:
                 engine.load_state_tree(saved[1])
             run.resume_at(engine.step_number)  # 0 without a checkpoint: the run starts over
+        stack.callback(algorithm.end)
         algorithm.begin(run, resumed=saved is not None)
         for sentence in algorithm.notices():
             run.event(sentence)
@@ -308,6 +320,8 @@ def train(cfg: Any, run: Run) -> None:
 
 
 def _iterate(cfg: Any, run: Run, engine: Any, algorithm: ControlAlgorithm) -> None:
+    from rollouts.collect import Interrupted
+
     iterations, saved_at = planned_iterations(cfg), engine.step_number
     try:
         while engine.step_number < iterations and not run.should_stop():
@@ -325,6 +339,9 @@ def _iterate(cfg: Any, run: Run, engine: Any, algorithm: ControlAlgorithm) -> No
             if engine.step_number % cfg.run.checkpoint_every == 0:
                 run.checkpoint(engine.step_number, engine.state_tree())
                 saved_at = engine.step_number
+    except Interrupted:
+        run.finish("stopped", run.should_stop())
+        return
     except Exception as error:
         if not engine.updating and run.last_step == engine.step_number > saved_at:
             try:

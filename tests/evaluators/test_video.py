@@ -11,6 +11,7 @@ import imageio
 import numpy as np
 import pytest
 
+from envs import headless
 from evaluators import video
 from evaluators.control import evaluate_run
 from evaluators.video import Rendering, annotate
@@ -55,7 +56,7 @@ def test_the_next_backend_is_tried(
     untrained_run: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("MUJOCO_GL", raising=False)
-    monkeypatch.setattr(video, "BACKENDS", ("glow-worm", "fire-fly"))
+    monkeypatch.setattr(headless, "BACKENDS", ("glow-worm", "fire-fly"))
     problem = Rendering(untrained_run(**HOPPER), seed=0).wait()
     assert problem is not None
     assert problem.index("MUJOCO_GL=glow-worm") < problem.index("MUJOCO_GL=fire-fly")
