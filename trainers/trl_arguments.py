@@ -53,7 +53,7 @@ GENERATION = {
     "log_completions": "samples.jsonl of the run, which always holds some",
     "num_completions_to_print": "samples.jsonl of the run, which always holds some",
 }
-# What TRL's own generation and rewards would have read: of the policy's learner, whose rows come from the Feed.
+# What TRL's own generation and rewards would have read; the policy's rows come from the Feed.
 POLICY = {
     "scale_rewards": "reward.scale",
     "mask_truncated_completions": "rollout.mask_cut",
