@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from launch import train
+from launch import preflight, train
 from tests.trainers import toy_envs
-from tests.trainers.control_runs import SMALL, assert_same, faulty, rows, start
+from tests.trainers.control_runs import SMALL, assert_same, faulty, resume, rows, start
 from trainers.run import Run
 
 Launch = Callable[..., tuple[int, str]]
@@ -109,6 +109,28 @@ def test_nan_of_an_environment(
     assert run.status is not None
     assert (run.status["status"], run.status["step"]) == ("failed", 1)
     assert "rewards at step 7 of environment 2" in (run.path / "report.html").read_text()
+
+
+def test_a_disk_that_fills_up(
+    ray: Any, launch: Launch, tmp_path: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was there stays; with room again the run ends as one that never lacked it."""
+    monkeypatch.setattr(preflight, "RUN_GIB", 0.0)
+    often = [*SMALL, "run.checkpoint_every=1", "rollout.env_steps=800"]
+    ballast = small_disk / "ballast"
+    ballast.write_bytes(b"x" * (1024 - 300) * 1024)
+    code, said = launch("algo=ppo", *often, "run.name=mine", f"run.dir={small_disk}")
+    assert code == 2
+    assert "Cannot write the checkpoint of step" in said
+    assert "the disk is full" in said
+    assert f"resume={small_disk / 'mine'}" in said
+    run = Run.open(small_disk / "mine")
+    found = run.latest()
+    assert found is not None
+    assert 1 <= found[0] < 4
+    run.close()
+    ballast.unlink()
+    assert_same(start("ppo", tmp_path, *often, name="whole"), resume(run))
 
 
 # --- checkpoints
