@@ -52,7 +52,9 @@ def read(argv: Sequence[str]) -> Arguments:
     for name in algorithms:
         for size in choices.get("size", []):
             config.check_size(name, size)
-    choices["env"] = _environments(algorithms, choices.get("env"))
+    environments = _environments(algorithms, choices.get("env"))
+    if "env" in choices or environments != [config.default("env")]:
+        choices["env"] = environments
     sweeps_algorithms = len(algorithms) > 1
     # Hydra composes a sweep's own config without the swept values, so with the default algorithm.
     config.register([*algorithms, *([config.default("algo")] if sweeps_algorithms else [])])
@@ -153,9 +155,11 @@ def parse(token: str) -> Override:
 
 
 def _full_name(token: str) -> str:
-    """`model=<name>` names a model, not a group of settings."""
+    """`model=<name>` names a model, not a group of settings; a folder may begin with `~`."""
     key, sign, value = token.partition("=")
-    return f"model.name={value}" if key == "model" and sign else token
+    if key not in ("model", "model.name") or not sign:
+        return token
+    return f"model.name='{value}'" if value.startswith("~") else f"model.name={value}"
 
 
 def _values(override: Override, multirun: bool) -> list[str]:

@@ -14,7 +14,8 @@ ALGORITHMS = config.options("algo")
 def composed(*overrides: str):
     name = next((o.removeprefix("algo=") for o in overrides if o.startswith("algo=")), config.default("algo"))
     config.register([name])
-    return config.compose(overrides)
+    env = [] if any(o.startswith("env=") for o in overrides) else [f"env={config.envs(name)[0]}"]
+    return config.compose([*env, *overrides])
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -34,7 +35,8 @@ def test_default_is_what_the_dataclasses_say(name: str) -> None:
     settings = typed(config.resolved(composed(f"algo={name}")))
     assert settings.algo == settings.algorithm.Config()
     for section, kind in engine_of(settings.algorithm).SECTIONS.items():
-        assert getattr(settings, section) == kind()
+        chosen = {"kind": config.envs(name)[0]} if section == "env" else {}
+        assert getattr(settings, section) == kind(**chosen)
 
 
 def test_precedence() -> None:
