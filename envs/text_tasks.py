@@ -100,10 +100,10 @@ class TextTask:
 
 @dataclass(kw_only=True)
 class Problem:
-    """One problem that a task made up: its prompt, a right completion, and the prompt's meta."""
+    """One problem that a task made up: its prompt, a right completion if known, and the prompt's meta."""
 
     text: str
-    shown: str
+    shown: str | None
     meta: dict[str, Any]
 
 
@@ -123,6 +123,10 @@ class GeneratedTask(TextTask):
         """A problem, from this noise alone."""
         raise NotImplementedError
 
+    def problem(self, split: str, index: int, attempt: int) -> Problem:
+        """The problem that is tried `attempt`-th for a place, until one belongs to the split."""
+        return self.draw(random.Random(f"{self.name}/{self.seed}/{split}/{index}/{attempt}"))
+
     def key(self, problem: Problem) -> str:
         """Equal for problems that must not be in both splits."""
         return problem.text
@@ -132,7 +136,7 @@ class GeneratedTask(TextTask):
         problem = self._train(index)
         return Prompt(id=f"train-{index}", text=problem.text, meta=problem.meta)
 
-    def demonstration(self, index: int) -> str:
+    def demonstration(self, index: int) -> str | None:
         """See `TextTask`."""
         return self._train(index).shown
 
@@ -155,7 +159,7 @@ class GeneratedTask(TextTask):
 
     def _draw(self, split: str, index: int, held_out: bool) -> Problem:
         for attempt in range(1000):
-            problem = self.draw(random.Random(f"{self.name}/{self.seed}/{split}/{index}/{attempt}"))
+            problem = self.problem(split, index, attempt)
             if (zlib.crc32(self.key(problem).encode()) % HELD_OUT == 0) == held_out:
                 return problem
         raise self._too_few(f"none of 1000 belongs to the {split} split")

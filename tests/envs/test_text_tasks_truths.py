@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 import re
 import subprocess
@@ -10,11 +11,12 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("envs.text_tasks")
-from envs.text_tasks import TextTaskConfig, check_task_config, make_task
-
+from envs.countdown import evaluate, reaches
 from envs.errors import UserError
+from envs.text_tasks import TextTaskConfig, check_task_config, make_task
 from tests.reference import text_tasks as truth
+
+OPENER = re.compile(r"(\w+) we get")
 
 
 def task(name: str, **settings: Any) -> Any:
@@ -78,15 +80,43 @@ def test_sudoku_checks_every_grid_as_the_rules_do() -> None:
 # --- countdown
 
 
-def test_countdown_is_solvable_and_the_demonstration_solves_it() -> None:
-    countdown = task("countdown")
-    for i in range(10):
+@pytest.mark.parametrize("numbers", [3, 4])
+def test_countdown_is_solvable_and_the_demonstration_solves_it(numbers: int) -> None:
+    countdown = task("countdown", options={"numbers": numbers})
+    for i in range(20):
         prompt, shown = countdown.train(i), countdown.demonstration(i)
+        *given, target = (int(n.replace(" ", "")) for n in re.findall(r"\d(?: \d)*", prompt.text))
+        assert len(given) == numbers
+        reachable = dict(truth.expressions(given))
+        assert target in reachable, f"no expression over the numbers of {prompt.text!r} is worth its target"
+        assert countdown.check(prompt.meta, reachable[target]) == 1.0
         assert countdown.check(prompt.meta, shown) == 1.0
-        numbers = list(map(int, re.findall(r"\d+", prompt.text)))
-        assert any(
-            numbers[k] in truth.values(numbers[:k] + numbers[k + 1 :]) for k in (0, len(numbers) - 1)
-        ), f"no expression over the numbers of {prompt.text!r} is worth its target"
+        other = next(text for value, text in reachable.items() if value != target)
+        assert countdown.check(prompt.meta, other) == 0.0
+        assert countdown.check(prompt.meta, f"{shown} + 0") == 0.0
+        assert countdown.check(prompt.meta, str(target)) == 0.0
+
+
+def test_countdown_judges_every_expression_as_enumeration_does() -> None:
+    for value, text in truth.expressions([7, 3, 5]):
+        assert evaluate(text)[0] == value
+        assert reaches([3, 5, 7], 22, text) == (value == 22)
+
+
+NO_EXPRESSIONS = ["", "1 +", "+ 1", "( 1", "1 )", "1 1 +", "2 ** 3", "1 // 2", "a", "1_0", "\uff11", "()"]
+
+
+@pytest.mark.parametrize("text", NO_EXPRESSIONS)
+def test_countdown_refuses_what_is_no_expression(text: str) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011
+        evaluate(text)
+
+
+def test_countdown_reads_signs_by_rank_and_from_the_left() -> None:
+    assert evaluate("8 - 4 - 2")[0] == 2
+    assert evaluate("8 / 4 / 2")[0] == 1
+    assert evaluate("2 + 3 * 4")[0] == 14
+    assert evaluate("1 2 + 3") == (15, [12, 3])
 
 
 # --- chained arithmetic
@@ -108,19 +138,26 @@ def test_chained_arithmetic_writes_true_steps() -> None:
         assert chain.check(prompt.meta, shown) == 1.0
         wrong = re.sub(r"\d+(?=\D*$)", str((answer + 1) % 100), shown)
         assert chain.check(prompt.meta, wrong) == 0.0
-        openers |= set(re.findall(r"(\w+) \d+ [-+*]", shown))
+        openers |= set(OPENER.findall(shown))
     assert len(openers) == 6
 
 
 def test_openers_do_not_change_the_answer() -> None:
     chain = task("chained_arithmetic")
-    words = sorted(
-        {word for i in range(50) for word in re.findall(r"(\w+) \d+ [-+*]", chain.demonstration(i))}
-    )
     prompt, shown = chain.train(0), chain.demonstration(0)
-    for word in words:
-        changed = re.sub(r"\w+(?= \d+ [-+*])", word, shown)
+    for word in {word for i in range(50) for word in OPENER.findall(chain.demonstration(i))}:
+        changed = OPENER.sub(f"{word} we get", shown)
         assert chain.check(prompt.meta, changed) == 1.0
+        assert re.fullmatch(chain.pattern, changed)
+
+
+def test_openers_are_drawn_evenly() -> None:
+    chain = task("chained_arithmetic")
+    words = [word for i in range(2000) for word in OPENER.findall(chain.demonstration(i))]
+    counts = sorted(collections.Counter(words).values())
+    # 6000 draws from 6: 1000 each, standard deviation 29
+    assert (len(counts), sum(counts)) == (6, 6000)
+    assert 870 < counts[0] <= counts[-1] < 1130
 
 
 # --- every task
