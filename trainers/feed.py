@@ -38,12 +38,12 @@ from trainers.feed_batch import (
     load_batch,
     sample_record,
     share,
-    shown,
 )
 from trainers.files import replace_file
+from trainers.samples_log import shown, spread
 
 LEAST_SAMPLES = 32  # before the failure rate is believed
-SHOWN = 3  # samples of the first batch, as events of the run
+SHOWN = 3  # samples of the first batch, as an event of the run: the best, the middle, the worst
 
 
 @dataclass(kw_only=True)
@@ -222,7 +222,11 @@ class Feed:
         batch.credit = self._credit(batch, advantages)
         batch.metrics = batch_metrics(batch, total, valid)
         if batch.number == 0:
-            batch.notices += [shown(sample, total.flat[i]) for i, sample in enumerate(batch.samples[:SHOWN])]
+            first = [
+                sample_record(0, batch.samples[i], float(total.flat[i]))
+                for i in spread(list(total.flat), SHOWN)
+            ]
+            batch.notices.append(f"from the first batch, before any step:\n{shown(first)}")
         self._warn_if_equal(batch)
         self._log(batch, total)
 

@@ -129,18 +129,6 @@ def reward_record(reward: Any) -> Any:
     return {"failure": reward.name} if isinstance(reward, Failure) else None
 
 
-def shown(sample: Sample, total: float) -> str:
-    """A sample in one line, with the parts of its reward."""
-    parts = ", ".join(f"{name} {_words(reward)}" for name, reward in sample.rewards.items())
-    prompt, completion = (json.dumps(text, ensure_ascii=False) for text in (sample.prompt, sample.completion))
-    return f"sample {sample.id}: {prompt} -> {completion} ({sample.finish}); reward {total:g}: {parts}"
-
-
-def _words(reward: Any) -> str:
-    record = reward_record(reward)
-    return "does not apply" if record is None else json.dumps(record)
-
-
 # --- in a checkpoint
 
 

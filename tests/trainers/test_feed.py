@@ -356,11 +356,15 @@ def test_completions_that_were_cut_off_are_judged_but_not_learned_from() -> None
 def test_the_first_samples_are_shown_with_the_parts_of_their_reward() -> None:
     f = feed(lambda s: Value(0.5 * s.index, {"format": 1.0}))
     f.publish(weights(0), 0)
-    notices = f.rows(0)["notices"]
+    (notice,) = f.rows(0)["notices"]
     letter = f.rows(0)["samples"][0].prompt
-    said = f'"{letter}" -> "a{letter}c" (eos); reward 1: r {{"value": 1.0, "format": 1.0}}'
-    assert len(notices) == 3
-    assert notices[2].endswith(said)
+    lines = notice.splitlines()
+    assert [line.split(" · ")[0] for line in lines if "reward" in line] == [
+        "  reward 1: r 1 (format 1)",
+        "  reward 0.500: r 0.500 (format 1)",
+        "  reward 0: r 0 (format 1)",
+    ]
+    assert lines[2:4] == [f"    prompt      {letter}", f"    completion  a{letter}c"]
     f.close()
 
 
