@@ -187,7 +187,7 @@ def test_equal_rewards_are_warned_of() -> None:
     for number in range(4):
         f.publish(weights(number), number)
         notices.append(f.rows(number)["notices"])
-    notices[0] = [n for n in notices[0] if not n.startswith("sample ")]
+    notices[0] = [n for n in notices[0] if not n.startswith("from the first batch")]
     assert [len(n) for n in notices] == [0, 1, 0, 1]
     assert "samples.jsonl" in notices[1][0]
     f.close()
