@@ -78,11 +78,8 @@ def fit(
         if run is not None:
             run.report(state.step, {"loss": state.loss, "grad_norm": float(norm)})
             state.stopped = run.should_stop() or ""
-        last = (
-            state.step == steps
-            or bool(state.stopped)
-            or (until is not None and until(state.step, state.loss))
-        )
+        enough = until is not None and until(state.step, state.loss)
+        last = enough or state.step == steps or bool(state.stopped)
         if run is not None and (last or (checkpoint_every and state.step % checkpoint_every == 0)):
             run.checkpoint(state.step, _tree(module, optimizer))
         if last:

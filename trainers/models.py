@@ -126,7 +126,7 @@ def load_tokenizer(path: str | Path, cfg: ModelConfig | None = None) -> Any:
             raise UserError(
                 f"the tokenizer does not know this model.{name}",
                 given=token,
-                allowed=nearest(token, tokenizer.get_vocab()),
+                allowed=tokenizer.all_special_tokens or nearest(token, tokenizer.get_vocab()),
             )
         setattr(tokenizer, name, token)
     return tokenizer

@@ -85,6 +85,8 @@ def test_until_ends_it() -> None:
     optimizer = descent(module, 0.5)
     state = fit(module, lambda s: 1.0, half_square, optimizer, steps=9, max_grad_norm=None, until=enough)
     assert state.step == 2
+    fit(module, lambda s: 1.0, half_square, optimizer, steps=1, max_grad_norm=None, until=enough)
+    assert seen.pop() == (1, 0.03125)  # the last step is looked at, too
     assert seen == [(1, 0.5), (2, 0.125)]
 
 
