@@ -5,13 +5,11 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from envs.errors import UserError, nearest
 from rollouts.samples import Request, Sample, Version
-
-if TYPE_CHECKING:
-    from rollouts.weights import PackedWeights
+from rollouts.weights import PackedWeights, WeightsError
 
 ENGINES = {
     "transformers": "rollouts.engine_transformers:TransformersEngine",
@@ -32,7 +30,10 @@ class Engine(Protocol):
         """The n samples of every request, in their order, of the weights `version`."""
 
     def load_weights(self, packed: PackedWeights) -> None:
-        """Take over what arrived (it was verified); `version` becomes `packed.version`."""
+        """Take over what arrived (it was verified); `version` becomes `packed.version`.
+
+        The engine may keep views of the chunks. Raises WeightsError, having changed nothing.
+        """
 
 
 @dataclass(kw_only=True)
@@ -70,8 +71,13 @@ def make_engine(spec: EngineSpec) -> Engine:
     return engine(spec.model_path, dtype=spec.dtype, deterministic=spec.deterministic, **spec.options)
 
 
-def check_names(given: Mapping[str, Any], known: Mapping[str, Any]) -> None:
-    """Raise ValueError when weights arrive under names that a model does not have."""
-    unknown = [name for name in given if name not in known]
-    if unknown:
-        raise ValueError(f"weights for {unknown[0]!r}, which this model does not have ({len(unknown)} such)")
+def check_fit(given: Mapping[str, Any], known: Mapping[str, Any]) -> None:
+    """Raise WeightsError when tensors arrive under names or with shapes that a model does not have."""
+    for name, tensor in given.items():
+        if name not in known:
+            raise WeightsError(f"weights for '{name}', which this model does not have")
+        if tensor.shape != known[name].shape:
+            raise WeightsError(
+                f"weights for '{name}' of shape {tuple(tensor.shape)}; this model's is of shape "
+                f"{tuple(known[name].shape)}"
+            )

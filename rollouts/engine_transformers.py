@@ -8,7 +8,7 @@ their last bits, unless `deterministic` (then each request is a batch of its own
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.utils import logging as transformers_logging
 
 from envs.errors import UserError, nearest
-from rollouts.engine import check_names
+from rollouts.engine import check_fit
 from rollouts.samples import Edit, Request, Sample, SamplingParams, Version, sample_id
 from rollouts.weights import PackedWeights, lora_delta
 
@@ -60,25 +60,29 @@ class TransformersEngine:
     # --- weights
 
     def load_weights(self, packed: PackedWeights) -> None:
-        """Copy the tensors over the model's. kind "lora": adapters are added to the weights they sit on."""
-        own = self.model.state_dict()
+        """The model's tensors become views of what arrived, or copies where dtype or device differ.
+
+        kind "lora": adapters are added to the weights they sit on, in float32. Raises WeightsError when
+        names or shapes are not the model's; then nothing changed.
+        """
+        own = dict(self.model.named_parameters(remove_duplicate=False))
+        own |= dict(self.model.named_buffers(remove_duplicate=False))
         tensors = packed.tensors()
         if packed.kind == "lora":
-            tensors = self._merged(own, lora_delta(tensors, packed.meta["scaling"]))
-        check_names(tensors, own)
-        with torch.no_grad():
-            for name, tensor in tensors.items():
-                own[name].copy_(tensor)
+            delta = lora_delta(tensors, packed.meta["scaling"])
+            check_fit(delta, own)
+            for name in delta:
+                self._base.setdefault(name, own[name].data)
+            tensors = dict(self._base)
+            for name, change in delta.items():
+                tensors[name] = self._base[name].float() + change.to(self.device)
+        else:
+            check_fit(tensors, own)
+            self._base = {}
+        for name, tensor in tensors.items():
+            # Never copied into: what is there may be another version's read-only memory.
+            own[name].data = tensor.to(self.device, own[name].dtype)
         self.version = packed.version
-
-    def _merged(
-        self, own: Mapping[str, torch.Tensor], delta: dict[str, torch.Tensor]
-    ) -> dict[str, torch.Tensor]:
-        check_names(delta, own)
-        for name in delta:
-            if name not in self._base:
-                self._base[name] = own[name].clone()
-        return {name: self._base[name].float() + change.to(self.device) for name, change in delta.items()}
 
     # --- generation
 

@@ -1,77 +1,99 @@
-"""Numbered weights on their way from a learner to engines: one flat buffer, a manifest and a checksum.
+"""Numbered weights on their way from a learner to engines: bytes in a few chunks, a manifest and a hash.
 
-`pack` fills the buffer, `PackedWeights.verify` proves that what arrived is what was sent, `tensors` are
+`pack` fills the chunks, `PackedWeights.verify` proves that what arrived is what was sent, `tensors` are
 views of it. `Transfer` is the state machine of one publication. Knows no process and no transport.
 """
 
 from __future__ import annotations
 
+import json
+import math
+import threading
 import time
 import warnings
-import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import xxhash
 
 from rollouts.samples import Version
 
 if TYPE_CHECKING:
     import torch
 
-ALIGN = 64  # bytes; every tensor starts at a multiple
-WORDS = 512  # 64-bit words in a row of the checksum's table
-BLOCK = 1 << 22  # bytes that are summed at a time, so that they stay in the cache
+ALIGN = 64  # bytes; every tensor starts at a multiple, as torch's own memory does
 
 
 class WeightsError(RuntimeError):
-    """A publication that did not arrive as it was sent."""
+    """A publication that did not arrive as it was sent, or that an engine cannot take."""
 
 
-@dataclass(frozen=True)
-class Entry:
-    """One tensor in the buffer: dtype as torch names it ("float32"), offset and nbytes in bytes."""
+class Entry(NamedTuple):
+    """Where a tensor lies: dtype as torch names it ("float32"), `offset` in bytes from its chunk's start."""
 
     name: str
     dtype: str
-    shape: tuple[int, ...]
+    shape: list[int]
+    chunk: int
     offset: int
-    nbytes: int
 
 
 @dataclass
 class PackedWeights:
-    """A version's tensors in one buffer of bytes. `kind`: full | lora; `meta`: what the kind needs more."""
+    """A version's tensors. `kind`: full | lora; `meta`: what the kind needs more.
+
+    manifest: JSON, a list of entries; chunks: (nbytes,) uint8 each; sum: XXH3 over all of it.
+    """
 
     version: Version
-    entries: list[Entry]
-    buffer: np.ndarray  # (nbytes,) uint8
-    sum: int
+    manifest: bytes
+    chunks: list[np.ndarray]
+    sum: int = 0
     kind: str = "full"
     meta: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes in all chunks."""
+        return sum(chunk.nbytes for chunk in self.chunks)
+
     def verify(self) -> None:
-        """Raise WeightsError when buffer or manifest are not what was packed."""
-        if _seal(self) != self.sum:
+        """Raise WeightsError when bytes, manifest or number are not what was packed."""
+        found = self.hash_of_head()
+        for chunk in self.chunks:
+            found.update(chunk)
+        if found.intdigest() != self.sum:
             raise WeightsError(
                 f"weights {self.version} arrived with another checksum than they were sent with"
             )
 
+    def hash_of_head(self) -> Any:
+        """An XXH3 state over everything but the chunks, to be updated with them in their order."""
+        head = repr((tuple(self.version), self.kind, sorted(self.meta.items())))
+        found = xxhash.xxh3_64(head.encode())
+        found.update(self.manifest)
+        return found
+
+    def entries(self) -> list[Entry]:
+        """The manifest's list."""
+        return [Entry(*entry) for entry in json.loads(self.manifest)]
+
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Views of the buffer by name, without a copy. They must not be written to."""
+        """Views of the chunks by name, without a copy. They may be read-only memory: never write to them."""
         import torch
 
         found = {}
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The given buffer is not writable")
-            for entry in self.entries:
-                dtype = getattr(torch, entry.dtype)
-                if entry.nbytes:
-                    flat = self.buffer[entry.offset : entry.offset + entry.nbytes]
-                    found[entry.name] = torch.frombuffer(flat, dtype=dtype).reshape(entry.shape)
+            for name, dtype, shape, chunk, offset in self.entries():
+                kind, count = getattr(torch, dtype), math.prod(shape)
+                if count:
+                    flat = torch.frombuffer(self.chunks[chunk], dtype=kind, count=count, offset=offset)
+                    found[name] = flat.view(shape)
                 else:
-                    found[entry.name] = torch.empty(entry.shape, dtype=dtype)
+                    found[name] = torch.empty(shape, dtype=kind)
         return found
 
 
@@ -80,50 +102,51 @@ def pack(
     version: Version,
     kind: str = "full",
     meta: dict[str, Any] | None = None,
+    *,
+    memory: Callable[[int], np.ndarray] | None = None,
+    views_from: float = math.inf,
 ) -> PackedWeights:
-    """Copy named tensors (any device, any dtype) into one buffer and note its checksum."""
+    """Copy named tensors (any device, any dtype) into one chunk and hash them on the way.
+
+    Who copies the result at once anyhow may lend `memory` (bytes -> uint8, at least as many) for that chunk
+    and leave tensors of at least `views_from` bytes where they are, each a chunk of its own.
+    """
     import torch
 
-    entries, offset = [], 0
+    entries: list[Entry] = []
+    small: list[tuple[int, int, torch.Tensor]] = []  # offset, nbytes
+    large: list[np.ndarray] = []
+    offset = 0
     for name, tensor in named.items():
         nbytes = tensor.numel() * tensor.element_size()
-        entries.append(
-            Entry(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), offset, nbytes)
-        )
-        offset += -(-nbytes // ALIGN) * ALIGN
-    buffer = np.zeros(offset, np.uint8)
-    for entry, tensor in zip(entries, named.values()):
-        if entry.nbytes:
-            flat = torch.from_numpy(buffer[entry.offset : entry.offset + entry.nbytes])
-            flat.view(tensor.dtype).reshape(entry.shape).copy_(tensor.detach())
-    packed = PackedWeights(version, entries, buffer, 0, kind, meta or {})
-    packed.sum = _seal(packed)
+        dtype, shape = str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
+        if nbytes >= views_from:
+            large.append(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+            entries.append(Entry(name, dtype, shape, len(large), 0))
+        else:
+            entries.append(Entry(name, dtype, shape, 0, offset))
+            small.append((offset, nbytes, tensor.detach()))
+            offset += -(-nbytes // ALIGN) * ALIGN
+    flat = (memory or aligned)(offset)[:offset]
+    packed = PackedWeights(version, json.dumps(entries).encode(), [flat, *large], 0, kind, meta or {})
+    found = packed.hash_of_head()
+    target = torch.from_numpy(flat)
+    for start, nbytes, tensor in small:
+        end = -(-(start + nbytes) // ALIGN) * ALIGN
+        target[start : start + nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        flat[start + nbytes : end] = 0
+        found.update(flat[start:end])  # while it is in the cache
+    for chunk in large:
+        found.update(chunk)
+    packed.sum = found.intdigest()
     return packed
 
 
-def _seal(packed: PackedWeights) -> int:
-    """Checksum over version, manifest and bytes."""
-    manifest = repr((packed.version, packed.entries, packed.kind, sorted(packed.meta.items())))
-    return zlib.crc32(manifest.encode(), checksum(packed.buffer))
-
-
-def checksum(buffer: np.ndarray) -> int:
-    """Checksum of uint8 bytes at the speed of memory.
-
-    The bytes are a table of 64-bit words, WORDS a row; the sums of every row and every column, modulo 2**64,
-    go through CRC-32. One changed word changes its row's sum, and two that change places change the sums
-    of their rows or of their columns.
-    """
-    whole = len(buffer) // (8 * WORDS) * (8 * WORDS)
-    table = buffer[:whole].view(np.uint64).reshape(-1, WORDS)
-    columns, value = np.zeros(WORDS, np.uint64), len(buffer)
-    rows_at_once = BLOCK // (8 * WORDS)
-    for start in range(0, len(table), rows_at_once):
-        block = table[start : start + rows_at_once]
-        value = zlib.crc32(block.sum(axis=1).tobytes(), value)
-        columns += block.sum(axis=0)
-    value = zlib.crc32(columns.tobytes(), value)
-    return zlib.crc32(buffer[whole:].tobytes(), value)
+def aligned(nbytes: int) -> np.ndarray:
+    """Fresh memory (nbytes,) uint8 that starts at a multiple of ALIGN."""
+    memory = np.empty(nbytes + ALIGN, np.uint8)
+    start = -memory.ctypes.data % ALIGN
+    return memory[start : start + nbytes]
 
 
 class Transfer:
@@ -141,7 +164,7 @@ class Transfer:
         self.version, self.receiver, self.deadline_s = version, receiver, deadline_s
         self._clock = clock
         self._since = clock()
-        self.state = "announced"
+        self.state, self.reason = "announced", ""
 
     def advance(self, state: str) -> None:
         """Go to the next state."""
@@ -160,24 +183,35 @@ class Transfer:
         """Raise WeightsError when the present state has lasted longer than its deadline."""
         waited = self._clock() - self._since
         if self.state not in ("active", "failed") and waited > self.deadline_s:
-            self.fail("deadline")
-            raise WeightsError(
+            reason = (
                 f"weights {self.version}: {self.receiver} stayed '{self.state}' for {waited:.0f} s "
                 f"(deadline {self.deadline_s:.0f} s)"
             )
+            self.fail(reason)
+            raise WeightsError(reason)
 
 
-def accept(packed: PackedWeights, engine: Any, transfer: Transfer) -> None:
-    """Verify what was received and let the engine take it over. Raises WeightsError; then nothing changed."""
-    transfer.advance("received")
+def accept(packed: PackedWeights, engine: Any, transfer: Transfer, busy: threading.Lock) -> None:
+    """Verify what was received, wait until the engine is not `busy`, and let it take the weights over.
+
+    Raises WeightsError; then the engine has the weights that it had.
+    """
     try:
+        transfer.advance("received")
         packed.verify()
+        transfer.advance("verified")
+        if not busy.acquire(timeout=transfer.deadline_s):
+            raise WeightsError(
+                f"weights {packed.version}: {transfer.receiver} was busy for {transfer.deadline_s:g} s"
+            )
+        try:
+            engine.load_weights(packed)
+        finally:
+            busy.release()
+        transfer.advance("active")
     except WeightsError as error:
         transfer.fail(str(error))
         raise
-    transfer.advance("verified")
-    engine.load_weights(packed)
-    transfer.advance("active")
 
 
 def lora_delta(tensors: Mapping[str, torch.Tensor], scaling: Mapping[str, float]) -> dict[str, torch.Tensor]:

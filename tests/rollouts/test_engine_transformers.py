@@ -17,7 +17,7 @@ from envs.errors import UserError
 from rollouts.engine import EngineSpec, make_engine
 from rollouts.engine_transformers import TransformersEngine, processed_logprobs
 from rollouts.samples import Edit, Request, Sample, SamplingParams
-from rollouts.weights import pack
+from rollouts.weights import WeightsError, pack
 from tests.rollouts.tiny_model import EOS, tiny_llama
 
 PROMPTS = [[2, 3, 4], [5, 6, 7, 8, 9], [10], [3, 3, 3, 3]]
@@ -251,7 +251,7 @@ def test_bad_requests_are_told(folder: Path, model: Any) -> None:
         engine.generate([Request(prompt_ids=[2, 12], params=few)])
     with pytest.raises(UserError, match="temperature"):
         engine.generate([Request(prompt_ids=[2], params=SamplingParams(temperature=-1))])
-    with pytest.raises(ValueError, match="'nobody'"):
+    with pytest.raises(WeightsError, match="'nobody'"):
         engine.load_weights(pack({"nobody": torch.zeros(2)}, (0, 1)))
     with pytest.raises(UserError, match=r"unknown engine 'transformer'[\s\S]*transformers"):
         make_engine(EngineSpec(model_path=str(folder), kind="transformer"))
