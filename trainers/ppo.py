@@ -1,6 +1,6 @@
 """The mathematics of PPO and PPO-Lagrangian: advantages, the mixed objective, one fused update.
 
-Torch and NumPy only; who holds the parameters and where they live is `trainers.control_rllib`'s business.
+Torch and NumPy only; who holds the parameters and where they live is `trainers.control_learner`'s business.
 """
 
 from __future__ import annotations

@@ -172,9 +172,9 @@ def test_a_stop_leaves_the_iteration_that_is_being_sampled(engine, tmp_path: Pat
     fault = faulty("hang", tmp_path / "armed", at=200 + 30)
     here, there = engine(*fault), engine(*fault, "rollout.num_env_runners=1")
     asked = iter([None] * 20 + ["SIGTERM"] * 9)
-    began = time.monotonic()
     for one in (here, there):
         one.train()
+    began = time.monotonic()
     here.should_stop, there.should_stop = lambda: next(asked), lambda: time.monotonic() - began > 1
     for one in (here, there):
         one.train()

@@ -67,7 +67,7 @@ def test_gae_equals_the_double_loop(gamma: float, lam: float) -> None:
 
 def test_the_learner_bootstraps_from_the_episode_s_own_last_state() -> None:
     """The learner's composition of critic values: 0 after a termination, final_obs after a time-out."""
-    from trainers.control_rllib import ControlLearner
+    from trainers.control_learner import ControlLearner
 
     rng = np.random.default_rng(1)
     obs = rng.standard_normal((7, 2, 1)).astype(np.float32)
