@@ -29,6 +29,8 @@ RESUMABLE = (
     "run.max_steps",
     "run.display",
     "run.tensorboard",
+    "run.loggers",
+    "run.project",
     "run.checkpoint_every",
     "run.keep_checkpoints",
     "rollout.num_env_runners",

@@ -18,7 +18,7 @@ import stat
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -27,6 +27,7 @@ from envs.errors import UserError, nearest
 from trainers.checkpoint import Tree, latest_checkpoint, save_checkpoint, set_aside_after, write_error
 from trainers.display import HeadlineItem, make_display
 from trainers.files import replace_file
+from trainers.loggers import Trackers, check_loggers
 from trainers.metrics import checked_number, read_metrics, whole_lines
 from trainers.scalar_events import ScalarEvents
 
@@ -47,6 +48,8 @@ class RunConfig:
     keep_checkpoints: int = 2
     tensorboard: bool = True
     display: str = "auto"  # auto | rich | plain | off
+    loggers: list[str] = field(default_factory=list)  # wandb, trackio: beside the run's own files
+    project: str = "seedbed"  # the loggers' project
     deterministic: bool = True
 
     def check(self) -> None:
@@ -62,6 +65,7 @@ class RunConfig:
                 fix="put the place into run.dir instead",
             )
         make_display(self.display, "")
+        check_loggers(self.loggers)
 
 
 class Run:
@@ -86,6 +90,7 @@ class Run:
         self.name = path.name
         self._metrics: int | None = None  # file descriptor, opened at the first write
         self._tensorboard: ScalarEvents | None = None
+        self._trackers: Trackers | None = None
         self._last_step = -1
         self._seconds_before = 0.0
         self._started = time.monotonic()
@@ -192,6 +197,8 @@ class Run:
                 raise self._cannot_write(
                     error, "the TensorBoard curves", self.path / "tensorboard"
                 ) from error
+        if self._trackers is not None:
+            self._trackers.log(step, values)
         self._display.update(step, {**values, "seconds": seconds})
 
     def event(self, text: str) -> None:
@@ -276,6 +283,8 @@ class Run:
     def __enter__(self) -> Run:
         self._started = time.monotonic()
         self._open_metrics()
+        if self.cfg.loggers:
+            self._trackers = Trackers(self.cfg.loggers, self.path, self.cfg.project, self.config, self.event)
         self._write_status("running", None)
         if threading.current_thread() is threading.main_thread():
             handlers = {number: signal.getsignal(number) for number in SIGNALS}
@@ -307,6 +316,9 @@ class Run:
 
     def close(self) -> None:
         """Close the files and let another process write the run. The `with` block does it."""
+        if self._trackers is not None:
+            self._trackers.close()
+            self._trackers = None
         if self._tensorboard is not None:
             self._tensorboard.close()
             self._tensorboard = None
