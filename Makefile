@@ -40,7 +40,7 @@ clean:
 $(STAMP): pyproject.toml constraints/cpu.txt constraints/no-deps.txt | $(BIN)/python
 	@echo "seedbed: installing into $(VENV) (a few minutes, once)"
 	@$(BIN)/python -m pip install --disable-pip-version-check --quiet $(PIP_ARGS) \
-	    -c constraints/cpu.txt '.[safety,dev]'
+	    -c constraints/cpu.txt '.[safety,language,data,dev]'
 	@$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps $(PIP_ARGS) \
 	    -r constraints/no-deps.txt
 	@rm -rf build seedbed.egg-info
