@@ -34,8 +34,8 @@ class ModelConfig:
     tiny_heads: int = 4
     tiny_window: int = 1024  # tokens
     tiny_seed: int = 0
-    tiny_warmup_steps: int = 400  # at most; 0 leaves the weights random
-    tiny_warmup_tokens: int = 1_000_000  # at most, prompts and padding included
+    tiny_warmup_steps: int = 800  # at most; 0 leaves the weights random
+    tiny_warmup_tokens: int = 2_000_000  # at most, prompts and padding included
     tiny_warmup_batch: int = 32
     tiny_warmup_lr: float = 3e-3  # falls to 0 over the steps or tokens
     tiny_warmup_target: float = 0.4  # share of greedy answers that are right, at which the warm-up ends

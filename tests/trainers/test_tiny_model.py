@@ -313,9 +313,8 @@ def test_the_default_warm_up_takes_about_a_minute() -> None:
     path = prepare_model(ModelConfig(), task_of(), say=print)
     seconds = time.process_time() - start
     facts = json.loads((path / tiny_model.MANIFEST).read_text())
-    assert 0.3 <= facts["accuracy"] <= 0.6
-    assert seconds < 120  # measured: see below
-    print(f"{seconds:.0f} CPU seconds, {facts}")
+    assert 0.4 <= facts["accuracy"] <= 0.6  # measured: 0.50 after 640 steps
+    assert seconds < 120  # measured: 54, imports included, on a busy machine
 
 
 # --- names and settings
