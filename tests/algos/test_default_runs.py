@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 CHECKOUT = Path(__file__).resolve().parents[2]
-ARMS, SEEDS = ("ppo", "ppo_lag", "tracess"), (20, 21, 22)
+ARMS, SEEDS = ("ppo", "ppo_lag", "tracess"), (30, 31, 32)
 
 pytestmark = pytest.mark.slow
 
@@ -36,8 +36,7 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, np.nd
 
 def test_without_a_constraint_the_budget_is_broken(study: dict[str, dict[str, np.ndarray]]) -> None:
     cost = study["ppo"]["cost"]
-    assert (cost > 25).all()
-    assert (cost >= 50).sum() >= 2
+    assert (cost >= 50).all()
 
 
 def test_the_oracle_learns_where_the_budget_is(study: dict[str, dict[str, np.ndarray]]) -> None:
