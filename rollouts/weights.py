@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import xxhash
 
 from rollouts.samples import Version
 
@@ -71,6 +70,8 @@ class PackedWeights:
 
     def hash_of_head(self) -> Any:
         """An XXH3 state over everything but the chunks, to be updated with them in their order."""
+        import xxhash
+
         head = repr((tuple(self.version), self.kind, sorted(self.meta.items())))
         found = xxhash.xxh3_64(head.encode())
         found.update(self.manifest)

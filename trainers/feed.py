@@ -25,6 +25,7 @@ from envs.errors import UserError
 from rewards.reward import Failure, Value
 from rollouts.pool import RolloutError
 from rollouts.samples import Request, Sample, SamplingParams, Version
+from rollouts.store import StoredWeights
 from rollouts.weights import PackedWeights, WeightsError
 from trainers.credit import group_advantages
 from trainers.feed_batch import (
@@ -115,24 +116,24 @@ class Feed:
             self._load(state)
         self._forget_lines()
 
-    def publish(self, packed: PackedWeights, batch: int) -> None:
+    def publish(self, weights: PackedWeights | StoredWeights, batch: int) -> None:
         """Weights that batch `batch` is to be learned with; draws batch `batch + staleness` after them.
 
         Weights of an earlier attempt than the newest are dropped. Batches before `batch` are over.
         """
-        if packed.version[0] < self._attempt:
+        if weights.version[0] < self._attempt:
             return
         for old in [number for number in self._buffer if number < batch]:
             del self._buffer[old]
         last = min(batch + self.cfg.staleness, self.cfg.batches - 1)
-        self._then(lambda: self._send(packed))
+        self._then(lambda: self._send(weights))
         for number in range(self._next, last + 1):
             self._buffer[number] = self._then(functools.partial(self._draw, number))
             self._next = number + 1
 
-    def _send(self, packed: PackedWeights) -> None:
-        self.pool.publish(packed)
-        self._version = packed.version
+    def _send(self, weights: PackedWeights | StoredWeights) -> None:
+        self.pool.publish(weights)
+        self._version = weights.version
 
     def _then(self, work: Callable[[], Any]) -> Future[Any]:
         """Do it after everything that was asked for before, unless something of that failed."""

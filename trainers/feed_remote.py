@@ -8,6 +8,7 @@ import numpy as np
 
 from envs.errors import UserError
 from rollouts.samples import Sample
+from rollouts.store import StoredWeights
 from rollouts.weights import PackedWeights
 from trainers.feed import Feed, FeedConfig
 
@@ -25,9 +26,9 @@ class RemoteFeed:
         """See `Feed.start`."""
         self._ask("start", attempt, state)
 
-    def publish(self, packed: PackedWeights, batch: int) -> None:
+    def publish(self, weights: PackedWeights | StoredWeights, batch: int) -> None:
         """See `Feed.publish`."""
-        self._ask("publish", packed, batch)
+        self._ask("publish", weights, batch)
 
     def samples(self, number: int, rank: int = 0, world: int = 1) -> list[Sample]:
         """See `Feed.samples`."""

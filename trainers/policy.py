@@ -18,7 +18,7 @@ from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import use_adapter
 
 from envs.errors import UserError
-from rollouts.weights import pack
+from rollouts.store import send
 from trainers.credit import off_policy_weight
 from trainers.learner_mixin import SeamMixin
 
@@ -239,8 +239,8 @@ class PolicyLearner(SeamMixin, trl.GRPOTrainer):
     def _publish(self, step: int) -> None:
         named, kind, meta = self._publication()
         if self.accelerator.is_main_process:
-            packed = pack(named, (self._attempt(), step), kind, meta)
-            self.feed.publish(packed, step // self.policy.iterations)
+            weights = send(named, (self._attempt(), step), kind, meta)
+            self.feed.publish(weights, step // self.policy.iterations)
         self.accelerator.wait_for_everyone()  # no rank asks for a batch that the Feed has not heard of
 
     def _publication(self) -> tuple[dict[str, torch.Tensor], str, dict[str, Any]]:
