@@ -60,6 +60,8 @@ def main(argv: Sequence[str]) -> int:
         if cfg.out is None:
             raise UserError("where shall the trajectories be written?", fix="out=<file>")
         run = Run.open(cfg.run, cfg.dir)
+        if "model" in run.config:
+            raise UserError(f"run '{run.name}' trained a language model: it has no trajectories to label")
         preflight.check_extras(["safety"] if run.config["env"]["kind"] == "safety-gym" else [])
         preflight.check_writable(Path(cfg.out).absolute().parent)
         from evaluators.recorder import record_run

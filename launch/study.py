@@ -51,11 +51,17 @@ def main(argv: Sequence[str]) -> int:
         return 0
     try:
         preflight.check_installation()
-        from launch.arguments import read_into
+        from launch.arguments import algorithm, read_into
+        from launch.phases import trains_a_model
 
         cfg = read_into(StudyConfig, argv)
         if cfg.name is None:
             raise UserError("a study needs a name", fix="name=<study>")
+        for arm in cfg.algos:
+            if trains_a_model(algorithm(arm)):
+                raise UserError(
+                    "a study compares control runs by return and cost", given=f"algos=[{','.join(cfg.algos)}]"
+                )
         if cfg.jobs < 1:
             raise UserError("jobs must be at least 1", given=cfg.jobs)
         folder = Path(cfg.dir) / cfg.name

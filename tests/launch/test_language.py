@@ -142,6 +142,20 @@ def test_who_evaluates() -> None:
     assert evaluator_of(load_class(config.algorithm("reward_model").class_path)) is None
 
 
+def test_commands_for_control_refuse_language_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from launch import record, study
+
+    monkeypatch.chdir(tmp_path)
+    assert study.main(["name=x", "algos=[ppo,grpo]"]) == 2
+    assert "a study compares control runs" in capsys.readouterr().err
+    cfg = settings("algo=grpo", "run.name=mine")
+    Run.create(cfg.run, config.resolved(config.compose(read(["algo=grpo"]).argv)), "-")
+    assert record.main(["run=mine", "out=there"]) == 2
+    assert "run 'mine' trained a language model" in capsys.readouterr().err
+
+
 # --- phases
 
 
