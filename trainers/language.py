@@ -339,6 +339,7 @@ def train(cfg: Any, run: Run) -> None:
 
     os.environ.setdefault("DS_ACCELERATOR", "cpu" if not _has_gpu() else "cuda")
     from trainers.display import HeadlineItem
+    from trainers.learners import check_learner
     from trainers.models import prepare_model
 
     task = make_task(cfg.env)
@@ -348,6 +349,7 @@ def train(cfg: Any, run: Run) -> None:
         first = [HeadlineItem("loss", "loss")]
     run.plan(steps, 0, [*first, *(HeadlineItem(*item) for item in cfg.algorithm.headline)])
     with run.starting():
+        check_learner(cfg.algorithm.kind, cfg)
         model_path = prepare_model(cfg.model, task, say=run.event)
     if cfg.algorithm.kind == "policy":
         _train_policy(cfg, run, task, model_path)

@@ -6,7 +6,9 @@ A `LearnerMaker` is what `trainers.placement` calls in every process. Importing 
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +17,7 @@ import datasets
 import transformers
 import trl
 
-from envs.errors import UserError
+from envs.errors import UserError, nearest
 from trainers.learner_mixin import SeamMixin, Seams
 from trainers.placement import WorkerContext, backend_arguments
 from trainers.rows import training_rows
@@ -88,16 +90,22 @@ class LearnerMaker:
             **loss_settings(self.kind, cfg.learner),
         )
         transformers.set_seed(cfg.run.seed)  # before the weights that are drawn anew: heads, adapters
-        return LEARNERS[self.kind](
-            model=self._model(tokenizer),
-            args=args,
-            train_dataset=rows,
-            processing_class=tokenizer,
-            peft_config=lora(cfg, self.kind),
-            callbacks=[*self.callbacks, *named_callbacks(cfg.learner.callbacks)],
-            context=context,
-            seams=seams_of(cfg),
-        )
+        cls = LEARNERS[self.kind]
+        try:
+            return cls(
+                model=self._model(tokenizer),
+                args=args,
+                train_dataset=rows,
+                processing_class=tokenizer,
+                peft_config=lora(cfg, self.kind),
+                callbacks=[*self.callbacks, *named_callbacks(cfg.learner.callbacks)],
+                context=context,
+                seams=seams_of(cfg),
+            )
+        except UserError:
+            raise
+        except ValueError as error:  # how TRL refuses settings that do not go together
+            raise UserError(f"TRL's {cls.__mro__[2].__name__} refuses its settings: {error}") from error
 
     def _model(self, tokenizer: Any) -> Any:
         from trainers.models import load_model
@@ -105,6 +113,14 @@ class LearnerMaker:
         if self.kind != "reward_model":
             return load_model(self.model_path, self.cfg.model)
         return load_scorer(self.model_path, self.cfg.model, tokenizer)
+
+
+def check_learner(kind: str, cfg: Any) -> None:
+    """Raise UserError for what only TRL, peft or an import can tell; needs no model."""
+    with tempfile.TemporaryDirectory() as folder:
+        trl_config(kind, cfg.learner.trl, output_dir=folder, **loss_settings(kind, cfg.learner))
+    lora(cfg, kind)
+    named_callbacks(cfg.learner.callbacks)
 
 
 def seams_of(cfg: Any) -> Seams:
@@ -155,6 +171,14 @@ def lora(cfg: Any, kind: str) -> Any:
         return None
     import peft
 
+    known = [field.name for field in dataclasses.fields(peft.LoraConfig)]
+    for name in cfg.model.peft:
+        if name not in known:
+            raise UserError(
+                f"peft's LoraConfig has no argument {name!r}",
+                given=f"model.peft.{name}={cfg.model.peft[name]}",
+                allowed=nearest(name, known),
+            )
     task = "SEQ_CLS" if kind == "reward_model" else "CAUSAL_LM"
     try:
         return peft.LoraConfig(task_type=task, **dict(cfg.model.peft))

@@ -8,12 +8,14 @@ from typing import Any
 
 import datasets
 import numpy as np
+import peft
 import pytest
 import torch
 import transformers
 import trl
 
 from envs.errors import UserError
+from tests.trainers.language_runs import start
 from tests.trainers.tiny_language import ROWS, Recipe, build, make_model, newest, rows, train
 from trainers.learners import LEARNERS, check_tokens, lora, named_callbacks
 from trainers.metrics import read_metrics
@@ -262,10 +264,57 @@ def test_callbacks_by_name() -> None:
 
 
 def test_settings_that_peft_refuses_are_told() -> None:
-    cfg = SimpleNamespace(model=SimpleNamespace(peft={"rank": 4}))
+    cfg = SimpleNamespace(model=SimpleNamespace(peft={"lora_alph": 4}))
+    with pytest.raises(UserError, match="peft's LoraConfig has no argument 'lora_alph'") as error:
+        lora(cfg, "sft")
+    assert "allowed: lora_alpha" in str(error.value)
+    cfg.model.peft = {"r": 4, "layers_to_transform": [0], "target_modules": "q_proj"}
     with pytest.raises(UserError, match=r"peft refuses model\.peft"):
         lora(cfg, "sft")
     cfg.model.peft = {"r": 4, "target_modules": ["q_proj"]}
     assert (lora(cfg, "sft").task_type, lora(cfg, "reward_model").task_type) == ("CAUSAL_LM", "SEQ_CLS")
-    cfg.model.peft = None
+    cfg.model.peft = {}
     assert lora(cfg, "sft") is None
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("learner.callbacks=[nowhere.Callback]", "the callback nowhere.Callback can't be loaded"),
+        ("model.peft.rank=3", "LoraConfig has no argument 'rank'"),
+        ("learner.trl.lr_scheduler_type=foo", "SFTConfig refuses its arguments: foo is not a valid"),
+    ],
+)
+def test_wrong_settings_are_told_before_a_model_is_made(
+    setting: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SEEDBED_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(UserError, match=said):
+        start("sft", tmp_path, setting)
+    assert not (tmp_path / "cache").exists()
+
+
+def test_what_trls_trainer_refuses_is_the_users_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SEEDBED_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(UserError, match="TRL's SFTTrainer refuses its settings: Invalid `loss_type` foo"):
+        start("sft", tmp_path, "learner.loss_type=foo")
+
+
+def test_adapters_packing_and_a_callback_by_name_from_the_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SEEDBED_CACHE", str(tmp_path / "cache"))
+    run = start(
+        "sft", tmp_path, "model.peft.r=4", "model.peft.target_modules=[q_proj,v_proj]",
+        "learner.trl.packing=true", "learner.trl.packing_strategy=wrapped", "learner.max_length=32",
+        "learner.steps=3", "learner.samples_per_step=8", "learner.samples_per_device_batch=4",
+        "learner.callbacks=[tests.trainers.tiny_language.DoubleLoss]",
+    )  # fmt: skip
+    rows = read_metrics(run.path)
+    assert rows[0]["num_tokens"] == 8 * 32  # full rows, without padding
+    assert all(row["double_loss"] == 2 * row["loss"] for row in rows)
+    assert peft.PeftModel.from_pretrained(
+        transformers.AutoModelForCausalLM.from_pretrained(run.path / "model"), run.path / "model" / "adapter"
+    )

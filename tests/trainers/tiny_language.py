@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+from transformers import TrainerCallback
 
 from trainers.placement import WorkerContext, backend_arguments, run_learner
 from trainers.run import Run, RunConfig
@@ -186,3 +187,11 @@ def differences(one: Any, other: Any, at: str = "") -> list[str]:
         same = one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
         return [] if same else [at]
     return [] if type(one) is type(other) and one == other else [at]
+
+
+class DoubleLoss(TrainerCallback):
+    """A user's callback: adds a number of its own to what is logged."""
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if "loss" in logs:
+            logs["double_loss"] = 2 * logs["loss"]
