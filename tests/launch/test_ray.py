@@ -33,6 +33,7 @@ with local_cluster(1):
             "authenticates": ray._raylet.get_authentication_mode() == ray._raylet.AuthenticationMode.TOKEN,
             "token": len(os.environ["RAY_AUTH_TOKEN"]),
             "threads": os.environ["OMP_NUM_THREADS"],
+            "nice": os.nice(0),
         }
 
     print(json.dumps(ray.get(look.remote())))
@@ -66,6 +67,7 @@ def test_ray_writes_nothing_into_the_home_and_workers_import_this_checkout(tmp_p
     assert not {str(CHECKOUT / "launch"), str(elsewhere)} & set(found["path"])
     assert found["authenticates"]
     assert (found["token"], found["threads"]) == (64, "1")
+    assert found["nice"] == os.nice(0)
     assert list(home.iterdir()) == []
 
 
