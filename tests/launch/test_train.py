@@ -99,7 +99,7 @@ def test_help_shows_choices_and_settings(command: Command) -> None:
     assert out.returncode == 0, out.stderr
     for part in (
         "size: default, long, paper",
-        "env: gym, safety-gym",
+        "env: chained-arithmetic, countdown, dataset, gym, reasoning-gym, safety-gym, sudoku4",
         "recipe/ppo: long",
         f"critic_lr: {LearnerConfig().critic_lr}",
         "resume=<run>",
