@@ -49,6 +49,10 @@ def main(argv: Sequence[str]) -> int:
         if phases.asked(argv):
             return phases.launch(argv, check_job, attempt)
         args = arguments.read(argv)
+        if "hydra/launcher=ray" in args.argv:
+            from launch import sweep
+
+            sweep.register()
     except UserError as error:
         return refuse(error)
     import hydra
