@@ -49,7 +49,8 @@ def local_cluster(num_workers: int, object_store_bytes: int = OBJECT_STORE_BYTES
     Workers import the rooms from this checkout: by their search path here, by `working_dir` elsewhere.
     A cluster started here outlives the signals that ask a run to stop, also when every process of the run
     gets them (as from `scancel`): this process is the one that stops it, once it has saved its state.
-    Raises UserError when an existing cluster does not answer or lacks the CPUs.
+    Raises UserError when an existing cluster does not answer or lacks the CPUs, and when one cannot be
+    started in the half minute that Ray gives itself.
     """
     import ray
 
@@ -67,13 +68,22 @@ def local_cluster(num_workers: int, object_store_bytes: int = OBJECT_STORE_BYTES
         os.environ.setdefault(*NICENESS)
         # Ray puts the current folder first on its workers' search path, before PYTHONPATH.
         with _sigterm_handler_kept(), deaf_children(), contextlib.chdir(CHECKOUT):
-            ray.init(
-                num_cpus=max(1, num_workers),
-                include_dashboard=False,
-                object_store_memory=object_store_bytes,
-                log_to_driver=False,
-                logging_level="ERROR",
-            )
+            try:
+                ray.init(
+                    num_cpus=max(1, num_workers),
+                    include_dashboard=False,
+                    object_store_memory=object_store_bytes,
+                    log_to_driver=False,
+                    logging_level="ERROR",
+                )
+            except Exception as error:
+                if "timed out during startup" not in str(error):
+                    raise
+                raise UserError(
+                    "Ray's processes were not up within 30 s",
+                    given=f"load average {os.getloadavg()[0]:.1f}",
+                    fix="start again when less else runs on this machine",
+                ) from error
     try:
         if address:
             wait_for_cpus(num_workers)

@@ -294,6 +294,7 @@ class Run:
                 if not (number == signal.SIGHUP and handler == signal.SIG_IGN)
             }
             self._catch_signals()
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # whoever started this run may block them
         self._display.start()
         return self
 

@@ -19,6 +19,7 @@ from trainers.ray_cluster import (
     check_address,
     daemons,
     deaf_children,
+    local_cluster,
     lost_daemon,
     ray_environment,
     wait_for_cpus,
@@ -97,3 +98,22 @@ def test_children_that_do_not_hear_signals_of_which_their_parent_does() -> None:
     with subprocess.Popen([sys.executable, "-c", code]) as other:
         other.terminate()
         assert other.wait() == -signal.SIGTERM, "only those started inside"
+
+
+def test_a_machine_too_busy_to_start_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What Ray 2.60 says when its raylet needs more than 30 s; anything else is not dressed up."""
+    import ray
+
+    def times_out(**options: Any) -> None:
+        raise Exception(f"The current node {said} during startup. This could happen because ...")
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", times_out)
+    for name in ("RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_worker_niceness", "OMP_NUM_THREADS"):
+        monkeypatch.setenv(name, "")
+    said = "timed out"
+    with pytest.raises(UserError, match=r"(?s)not up within 30 s.*load average"), local_cluster(1):
+        pass
+    said = "was lost"
+    with pytest.raises(Exception, match="was lost during startup"), local_cluster(1):
+        pass

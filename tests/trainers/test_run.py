@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from envs.errors import UserError
+from trainers.ray_cluster import deaf_children
 from trainers.run import SIGNALS, HeadlineItem, Run, RunConfig, read_metrics
 
 RESOLVED = {"algo": {"name": "ppo", "budget": 25.0}, "env": {"id": "A-v0"}}
@@ -350,6 +351,15 @@ class TestSignals:
         run = Run.open("r", tmp_path)
         step, _ = run.latest()
         assert run.status == {**run.status, "status": "stopped", "reason": "SIGHUP", "step": step}
+
+    def test_they_are_heard_in_a_process_that_was_started_deaf(self, tmp_path):
+        """As by a sweep in a worker of Ray."""
+        with deaf_children():
+            process = child(tmp_path)
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=20)
+        assert process.returncode == 0, err
+        assert "asked to stop by SIGTERM\n" in out
 
     def test_nohup_is_respected(self, tmp_path):
         before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
