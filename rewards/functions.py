@@ -156,6 +156,11 @@ def check_rewards(names: Sequence[str]) -> None:
         if list(names).count(name) > 1:
             raise UserError("a reward is named twice", given=name, fix="give it one weight")
         if name in REWARDS:
+            if name == "math" and importlib.util.find_spec("math_verify") is None:
+                raise UserError(
+                    "the reward 'math' needs math-verify",
+                    fix="pip install 'math-verify>=0.8,<1' (the extra 'data')",
+                )
             continue
         module, colon, function = name.partition(":")
         if not colon or not function.isidentifier():

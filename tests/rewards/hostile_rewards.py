@@ -13,6 +13,30 @@ def good(prompts: list[str], completions: list[str], **columns: Any) -> list[flo
     return [float(len(text)) for text in completions]
 
 
+def counts(
+    prompts: list[str],
+    completions: list[str],
+    completion_ids: list[list[int]],
+    weight: list[float],
+    log_metric: Any,
+    **columns: Any,
+) -> list[float]:
+    """Reads everything that TRL hands over."""
+    log_metric("seen", len(prompts))
+    assert set(columns) == {"word", "trainer_state", "log_extra"}, sorted(columns)
+    return [
+        w * (len(ids) + c.count(x))
+        for w, ids, c, x in zip(weight, completion_ids, completions, columns["word"])
+    ]
+
+
+async def later(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
+    import asyncio
+
+    await asyncio.sleep(0.01)
+    return good(prompts, completions)
+
+
 def abstains(prompts: list[str], completions: list[str], **columns: Any) -> list[float | None]:
     return [None for _ in completions]
 

@@ -73,6 +73,12 @@ def test_a_good_one_is_called_as_trl_does(rewarder: Any) -> None:
     assert score(rewarder("good")) == [Value(1.0), Value(3.0), Value(2.0)]
 
 
+def test_columns_ids_and_loggers_are_handed_over_as_by_trl(rewarder: Any) -> None:
+    counts = rewarder("counts")
+    assert score(counts, weight=0.5, word="b") == [Value(0.5), Value(3.0), Value(1.0)]
+    assert score(rewarder("later")) == [Value(1.0), Value(3.0), Value(2.0)]
+
+
 def test_none_is_not_applicable(rewarder: Any) -> None:
     assert score(rewarder("abstains")) == [NotApplicable()] * 3
 
