@@ -1,7 +1,7 @@
 """Label a run's clips: `python launch/label.py run=<name> [page=true] [host=127.0.0.1] [port=8766]`.
 
-For runs with algo.label=human, which wait for labels and serve a page themselves. This shows the queue in
-the terminal, or (page=true) serves the page from here, for example on another machine that shares the folder.
+For runs with algo.label=human, which wait for labels and serve a page themselves. This shows the same queue
+in the terminal, or (page=true) serves the page from here, for example on another machine with that folder.
 Exit codes: 0 done; 2 wrong input; 130 Ctrl-C.
 """
 

@@ -137,11 +137,11 @@ def test_an_interrupted_sweep_leaves_checkpoints_and_no_processes(tmp_path: Path
     runs = tmp_path / "runs" / "seeds"
     try:
         deadline = time.monotonic() + 240
-        while not all((runs / f"seed-{k}" / "metrics.jsonl").exists() for k in (1, 2)):
+        files = [runs / f"seed-{k}" / "metrics.jsonl" for k in (1, 2)]
+        while not all(file.exists() and file.stat().st_size for file in files):
             assert process.poll() is None
             assert time.monotonic() < deadline
             time.sleep(0.5)
-        time.sleep(5)
         process.send_signal(signal.SIGINT)
         said = process.communicate(timeout=200)[0]
     finally:
