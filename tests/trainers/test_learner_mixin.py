@@ -208,6 +208,9 @@ def test_low_precision_reports_the_share_that_changed(model: str, tmp_path: Path
     run = train(Recipe(model=model, steps=2, lr=1e-2), tmp_path, "fast", make)
     shares = [line["changed_share"] for line in read_metrics(run.path)]
     assert all(0.5 < share <= 1 for share in shares)  # a step of 1e-2 moves most weights of size 2e-2
+    train(Recipe(model=model, steps=2, lr=1e-2, stop_after=1), tmp_path, "broken", make)
+    again = train(Recipe(model=model, steps=2, lr=1e-2), tmp_path, "broken", make)
+    assert differences(newest(run), newest(again)) == []
     run = train(Recipe(model=model, steps=9, lr=1e-12), tmp_path, "slow", make)
     assert [line["changed_share"] for line in read_metrics(run.path)] == [0.0] * 9
     with pytest.raises(UserError, match="step 10 changed no byte"):

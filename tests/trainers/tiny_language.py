@@ -186,6 +186,8 @@ def differences(one: Any, other: Any, at: str = "") -> list[str]:
     if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
         same = one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
         return [] if same else [at]
+    if hasattr(one, "dtype") and hasattr(other, "dtype"):  # bfloat16, which NumPy lacks
+        return [] if one.equal(other) else [at]
     return [] if type(one) is type(other) and one == other else [at]
 
 
