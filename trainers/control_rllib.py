@@ -301,5 +301,9 @@ def build_engine(control, env_spec: EnvSpec, algorithm, attempt: int = 0) -> Con
     # might be lost, and then a runner that dies could not be made again (ray#53727).
     engine.env_runner_group._remote_config_obj_ref = engine.config
     engine.env_runner_group.add_workers(r.num_env_runners)
+    # Their start is no part of the first iteration; one that does not come up is told there.
+    started = [runner.ping.remote() for runner in engine.env_runner_group._worker_manager.actors().values()]
+    if started:
+        ray.wait(started, num_returns=len(started), timeout=r.timeout_s)
     engine.bind(algorithm, attempt)
     return engine
