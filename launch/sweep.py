@@ -1,7 +1,7 @@
 """Hydra's -m over one Ray cluster: every combination is a run in a process of its own, several at a time.
 
     python launch/train.py -m hydra/launcher=ray hydra.launcher.name=rates \
-        algo=tracess run.seed=1,2,3 learner.lr=3e-4,1e-3 rollout.num_env_runners=0
+        algo=ppo_lag run.seed=1,2,3 learner.lr=3e-4,1e-3 rollout.num_env_runners=0
 
 Runs lie in runs/<name>/; those that are done are not repeated, those that were stopped go on, and a table
 over seeds is written at the end: table.md and results.json. A run takes `cpus_per_run` of the cluster that
