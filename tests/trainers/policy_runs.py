@@ -13,6 +13,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
 
 from rollouts.samples import Sample
+from rollouts.store import StoredWeights
+from rollouts.weights import PackedWeights
 from trainers.credit import group_advantages
 from trainers.learner_mixin import Seams
 from trainers.placement import WorkerContext
@@ -84,7 +86,8 @@ class MadeUpFeed:
     def state_dict(self) -> dict[str, Any]:
         return {}
 
-    def publish(self, packed: Any, batch: int) -> None:
+    def publish(self, weights: PackedWeights | StoredWeights, batch: int) -> None:
+        packed = weights.fetch(10) if isinstance(weights, StoredWeights) else weights
         packed.verify()
         self.log.append(("publish", packed.version, batch))
 
