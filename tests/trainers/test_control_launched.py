@@ -55,7 +55,7 @@ class Training:
             assert self.process.poll() is None, self.process.communicate()[0]
             return bool(self.steps()) and self.steps()[-1] > step
 
-        wait_for(reported, 90, "no further step is reported")
+        wait_for(reported, 240, "no further step is reported")
         self.family = descendants(self.process.pid)
         assert any("ControlEnvRunner" in line for line in self.family.values())
 
