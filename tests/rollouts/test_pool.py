@@ -267,6 +267,18 @@ def test_other_processes_sample_and_publish_through_a_handle(make_pool: Any, ray
     assert tokens(pool.sample(requests(2))) == expected(2, 5)
 
 
+def wait_until_lost(ray: Any, stored: Any) -> None:
+    """Until Ray has noticed that the process which sent the weights is dead."""
+    limit = time.monotonic() + WAIT_S
+    while time.monotonic() < limit:
+        try:
+            stored.fetch(1)
+        except (ray.exceptions.ObjectLostError, ray.exceptions.GetTimeoutError):
+            return
+        time.sleep(0.1)
+    raise AssertionError("the weights outlived the process that sent them")
+
+
 def test_weights_whose_sender_died_stay_with_the_workers_that_have_them(make_pool: Any, ray: Any) -> None:
     pool = make_pool()
 
@@ -282,6 +294,7 @@ def test_weights_whose_sender_died_stay_with_the_workers_that_have_them(make_poo
     pool.version = (0, 2)
     samples = pool.sample(requests(1))
     assert tokens(samples) == expected(1, 5)
+    wait_until_lost(ray, ray.get(pool.board.newest.remote()))
     os.kill(samples[0].meta["pid"], signal.SIGKILL)
     with pytest.raises(WeightsError, match=r"rollout worker 0 has weights \(0, 0\), \(0, 2\) were asked for"):
         pool.sample(requests(1))

@@ -72,13 +72,16 @@ def test_workers_give_the_engine_s_own_samples(pool: RolloutPool, folder: Path, 
 
 def test_what_a_killed_worker_was_writing_is_written_again_the_same(pool: RolloutPool, ray: Any) -> None:
     many = requests(64)
+    pool.sample(many)
+    started = time.monotonic()
     undisturbed = pool.sample(many)
+    took = time.monotonic() - started
     pid = ray.get(pool.workers[1].pid.remote())
     before = pool.metrics()["redrawn"]
     dead = []
 
     def kill() -> None:
-        time.sleep(0.3)
+        time.sleep(took / 4)
         os.kill(pid, signal.SIGKILL)
         dead.append(time.monotonic())
 
