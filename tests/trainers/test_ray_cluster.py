@@ -16,6 +16,7 @@ import pytest
 from envs.errors import UserError
 from trainers import ray_cluster
 from trainers.ray_cluster import (
+    CHECKOUT,
     check_address,
     daemons,
     deaf_children,
@@ -71,6 +72,31 @@ def test_rays_own_processes_are_found(ray: Any, monkeypatch: pytest.MonkeyPatch)
         gone.wait()
     monkeypatch.setattr(ray_cluster, "daemons", lambda: found | {"gcs_server": gone, "monitor": gone})
     assert lost_daemon() == f"gcs_server (process {gone.pid}) ended with code 3"
+
+
+def test_nothing_of_a_cluster_outlives_it() -> None:
+    """The raylet's agents would hold a port for half a minute, for which the next cluster waits."""
+    code = """if True:
+        from trainers.ray_cluster import children, daemons, local_cluster
+        with local_cluster(1):
+            print(*(pid for process in daemons().values() for pid in (process.pid, *children(process.pid))))
+    """
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120, cwd=CHECKOUT
+    )
+    pids = [int(pid) for pid in ended.stdout.split()]
+    assert len(pids) > len(("gcs_server", "raylet", "dashboard agent", "runtime env agent"))
+    limit = time.monotonic() + 10
+    while alive := [pid for pid in pids if runs(pid)]:
+        assert time.monotonic() < limit, alive
+        time.sleep(0.1)
+
+
+def runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def test_children_that_do_not_hear_signals_of_which_their_parent_does() -> None:
