@@ -27,7 +27,7 @@ class Options:
     """steps: operations in a chain; largest: of the numbers after the first, which is below 100."""
 
     steps: int = 3
-    largest: int = 9
+    largest: int = 3
     operators: str = "+-"
 
 

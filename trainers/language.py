@@ -38,7 +38,7 @@ class LanguageRolloutConfig:
     top_p: float = 1.0
     top_k: int = 0
     mask_cut: bool = False  # do not learn from completions that were cut off at max_new_tokens
-    engine: str = "transformers"  # transformers | vllm | package.module:Class
+    engine: str = "transformers"  # transformers | package.module:Class
     num_workers: int = 1  # processes with an engine; 0 draws in the process of the Feed
     staleness: int = 0  # batches drawn ahead: 0 waits for the newest weights
     off_policy_cap: float = 2.0  # of the weight learner / rollout, where they can differ
@@ -51,7 +51,7 @@ class LanguageRolloutConfig:
 class LanguageLearnerConfig:
     """The optimizer's settings, and where the learner runs. None leaves TRL's own default."""
 
-    lr: float = 1e-3
+    lr: float | None = None  # None: TINY_LR with model=tiny
     steps: int = 60  # optimizer steps of the run
     samples_per_step: int = 32  # rows of a step, for learners that need no rollouts
     samples_per_device_batch: int = 32  # rows of one forward and backward pass in one process
@@ -96,6 +96,10 @@ SECTIONS = {
     "reward": RewardConfig,
 }
 KINDS = ("policy", "sft", "pretrain", "dpo", "reward_model")
+TINY_LR = {
+    "policy": 1e-4
+}  # by kind; otherwise TINY_LR_ROWS. TRL's defaults are for models 1000 times as large
+TINY_LR_ROWS = 1e-3
 ENVS = ("chained-arithmetic", "countdown", "sudoku4", "reasoning-gym", "dataset")  # the default first
 EVALUATOR = "evaluators.language"
 WORKERS = "rollout.num_workers and learner.num_workers"
@@ -186,6 +190,15 @@ def planned_iterations(cfg: Any) -> int:
     return min(cfg.learner.steps, cfg.run.max_steps or cfg.learner.steps)
 
 
+def learning_rate(cfg: Any) -> dict[str, float]:
+    """TRL's argument `learning_rate`; empty where TRL's own default is meant."""
+    if cfg.learner.lr is not None:
+        return {"learning_rate": cfg.learner.lr}
+    if cfg.model.name == "tiny":
+        return {"learning_rate": TINY_LR.get(cfg.algorithm.kind, TINY_LR_ROWS)}
+    return {}
+
+
 def check(cfg: Any) -> None:
     """Every check that needs no model, no Ray and no download. Raises UserError."""
     kind = cfg.algorithm.kind
@@ -204,7 +217,7 @@ def check(cfg: Any) -> None:
         ("learner.samples_per_device_batch", c.samples_per_device_batch, 1),
         ("learner.num_iterations", c.num_iterations, 1),
         ("learner.max_restarts", c.max_restarts, 0),
-        ("learner.lr", c.lr, 0),
+        ("learner.lr", c.lr or 0, 0),
     ):
         if not low <= value < math.inf:
             raise UserError(f"{name} must be at least {low}", given=value, allowed=f"[{low}, inf)")
@@ -310,6 +323,9 @@ def describe(cfg: Any) -> list[str]:
         f"{steps} steps x {rows} rows = {world(cfg)} process(es) x {micro} per micro-batch x "
         f"{rows // (world(cfg) * micro)} accumulated; in {where}"
     )
+    if c.lr is None:
+        rate = learning_rate(cfg).get("learning_rate")
+        lines.append(f"learner.lr: {rate:g}, for model=tiny" if rate else "learner.lr: TRL's own default")
     return lines + cfg.algorithm.describe(cfg)
 
 

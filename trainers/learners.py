@@ -64,6 +64,7 @@ class LearnerMaker:
     callbacks: Sequence[Any] = ()
 
     def __call__(self, context: WorkerContext) -> Any:
+        from trainers.language import learning_rate
         from trainers.models import load_tokenizer
 
         quiet()
@@ -78,7 +79,6 @@ class LearnerMaker:
             cfg.learner.trl,
             output_dir=context.scratch,
             max_steps=cfg.learner.steps,
-            learning_rate=cfg.learner.lr,
             max_grad_norm=cfg.learner.max_grad_norm,
             per_device_train_batch_size=cfg.learner.samples_per_device_batch,
             gradient_accumulation_steps=cfg.learner.samples_per_step
@@ -86,6 +86,7 @@ class LearnerMaker:
             seed=cfg.run.seed,
             save_steps=cfg.run.checkpoint_every,
             gradient_checkpointing=cfg.model.gradient_checkpointing,
+            **learning_rate(cfg),
             **backend_arguments(cfg),
             **loss_settings(self.kind, cfg.learner),
         )

@@ -81,7 +81,7 @@ class PolicyMaker:
     feed: Any
 
     def __call__(self, context: WorkerContext) -> PolicyLearner:
-        from trainers.language import step_rows, world
+        from trainers.language import learning_rate, step_rows, world
 
         quiet()
         cfg = self.cfg
@@ -93,7 +93,6 @@ class PolicyMaker:
             c.trl,
             output_dir=context.scratch,
             max_steps=c.steps,
-            learning_rate=c.lr,
             max_grad_norm=c.max_grad_norm,
             per_device_train_batch_size=c.samples_per_device_batch,
             gradient_accumulation_steps=accumulation,
@@ -105,6 +104,7 @@ class PolicyMaker:
             save_steps=cfg.run.checkpoint_every,
             gradient_checkpointing=cfg.model.gradient_checkpointing,
             shuffle_dataset=False,
+            **learning_rate(cfg),
             **backend_arguments(cfg),
             **loss_settings("policy", c),
         )
@@ -123,7 +123,7 @@ class PolicyMaker:
             algorithm=algorithm,
             settings=PolicySettings(
                 iterations=c.num_iterations,
-                correct=r.staleness > 0 or r.engine == "vllm",
+                correct=r.staleness > 0,
                 weight_cap=r.off_policy_cap,
                 exact=exact and algorithm.likelihood is None,
             ),

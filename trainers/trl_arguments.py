@@ -31,7 +31,7 @@ BASES = (
 
 # What generates is the rollout pool, whatever the learner.
 GENERATION = {
-    "use_vllm": "rollout.engine=vllm",
+    "use_vllm": "rollout.engine",
     "use_transformers_continuous_batching": "rollout.engine and run.deterministic",
     "transformers_continuous_batching_config": "rollout.engine and run.deterministic",
     "environment_factory": "env.task, and rewards for what it checks",
@@ -113,7 +113,7 @@ OURS = {
 }
 # Settings of ours that TRL knows by the same name, for some kinds; None leaves TRL's default.
 LOSS_SETTINGS = {"beta": None, "epsilon": None, "loss_type": None, "num_iterations": 1, "max_length": None}
-PREFIXES = {"vllm_": "rollout.engine=vllm", "push_to_hub": "nothing", "hub_": "nothing"}
+PREFIXES = {"vllm_": "rollout.engine and rollout.options", "push_to_hub": "nothing", "hub_": "nothing"}
 
 
 @functools.cache

@@ -190,8 +190,9 @@ class _Driver:
         limit = self.cfg.learner.max_restarts
         many = f"the learner's workers failed more than learner.max_restarts={limit} times"
         failures = getattr(error, "worker_failures", {})
-        # When one dies the others raise that they lost it.
-        dead = [rank for rank, why in failures.items() if isinstance(why, ray.exceptions.RayActorError)]
+        # A death found by a health check is wrapped. When one dies the others raise that they lost it.
+        causes = {rank: getattr(why, "health_check_failure", why) for rank, why in failures.items()}
+        dead = [rank for rank, why in causes.items() if isinstance(why, ray.exceptions.RayActorError)]
         if not dead:
             return RuntimeError(f"{many}; the last time:\n{error}")
         return UserError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from omegaconf import OmegaConf
 
 from envs.errors import UserError
 from launch import config
@@ -31,12 +32,13 @@ def test_every_size_composes_into_typed_settings_that_pass_the_checks(name: str)
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_default_is_what_the_dataclasses_say(name: str) -> None:
+def test_default_is_what_the_dataclasses_and_the_algorithm_say(name: str) -> None:
+    own = OmegaConf.to_container(OmegaConf.load(config.CONF / "algo" / f"{name}.yaml"))
     settings = typed(config.resolved(composed(f"algo={name}")))
     assert settings.algo == settings.algorithm.Config()
     for section, kind in engine_of(settings.algorithm).SECTIONS.items():
         chosen = {"kind": config.envs(name)[0]} if section == "env" else {}
-        assert getattr(settings, section) == kind(**chosen)
+        assert getattr(settings, section) == kind(**chosen, **own.get(section, {}))
 
 
 def test_precedence() -> None:

@@ -89,7 +89,7 @@ def test_what_cannot_be_meant_is_refused(argv: list[str], parts: list[str]) -> N
         (["reward.names=[exat]"], ["unknown reward 'exat'", "exact"]),
         (["learner.trl.scale_reward=none"], ["scale_reward"]),
         (["learner.trl.temperature=0.5"], ["rollout.temperature"]),
-        (["learner.samples_per_device_batch=24"], ["8 x rollout.samples_per_prompt=8 = 64 rows", "64 / 24"]),
+        (["learner.samples_per_device_batch=24"], ["16 x rollout.samples_per_prompt=16 = 256", "256 / 24"]),
         (["model=./nowhere"], ["no such model folder"]),
         (["model.dtype=float23"], ["float32"]),
         (["rollout.num_workers=400"], ["more workers than CPUs", "rollout.num_workers and learner."]),
@@ -104,8 +104,8 @@ def test_what_cannot_work_is_refused(argv: list[str], parts: list[str]) -> None:
 
 
 def test_arguments_of_trl_pass_through() -> None:
-    cfg = settings("algo=grpo", "learner.trl.weight_decay=0.1", "learner.trl.lr_scheduler_type=constant")
-    assert dict(cfg.learner.trl) == {"weight_decay": 0.1, "lr_scheduler_type": "constant"}
+    cfg = settings("algo=grpo", "learner.trl.weight_decay=0.1", "learner.trl.lr_scheduler_type=linear")
+    assert dict(cfg.learner.trl) == {"weight_decay": 0.1, "lr_scheduler_type": "linear", "adam_beta2": 0.99}
     train.plan(cfg, {})
 
 
@@ -196,7 +196,7 @@ def test_each_phase_is_a_run_that_starts_from_the_model_before(here: Path) -> No
         "a reward model is not what a policy starts from"
     )
     assert [c.learner.lr for c in configs] == [1e-4, 1e-4, 1e-5]
-    assert [c.learner.steps for c in configs] == [7, 60, 60]
+    assert [c.learner.steps for c in configs] == [7, 60, 100]
     assert {(c.run.seed, c.env.task, c.run.dir) for c in configs} == {(4, "countdown", "runs/first")}
 
 
@@ -284,7 +284,12 @@ def test_dry_shows_every_phase_and_writes_nothing(
     monkeypatch.setattr(sys, "argv", ["train.py"])
     assert train.main(["phases=[sft,grpo]", "dry=true"]) == 0
     said = capsys.readouterr().out
-    for part in ("--- phase 1 of 2: sft", "--- phase 2 of 2: grpo", "name: 2-grpo", "64 completions a batch"):
+    for part in (
+        "--- phase 1 of 2: sft",
+        "--- phase 2 of 2: grpo",
+        "name: 2-grpo",
+        "256 completions a batch",
+    ):
         assert part in said
     assert list(here.iterdir()) == []
     assert train.main(["phases=[sft,grp]"]) == 2

@@ -112,9 +112,10 @@ def trl_loop(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         reward_funcs=[lambda completion_ids, **columns: [len(ids) / 64 for ids in completion_ids]],
         args=trl_config(
             "policy",
-            {},
+            cfg.learner.trl,
             output_dir=str(folder / "trl"),
             max_steps=STEPS,
+            temperature=cfg.rollout.temperature,
             learning_rate=cfg.learner.lr,
             max_grad_norm=cfg.learner.max_grad_norm,
             per_device_train_batch_size=MICRO,

@@ -42,8 +42,8 @@ def test_arguments_about_generation_are_refused(name: str) -> None:
     [
         ("scale_rewards", "reward.scale"),
         ("mask_truncated_completions", "rollout.mask_cut"),
-        ("vllm_mode", "rollout.engine=vllm"),
-        ("vllm_gpu_memory_utilization", "rollout.engine=vllm"),
+        ("vllm_mode", "rollout.engine"),
+        ("vllm_gpu_memory_utilization", "rollout.options"),
         ("learning_rate", "learner.lr"),
         ("deepspeed", "learner.backend"),
         ("gradient_checkpointing", "model.gradient_checkpointing"),
