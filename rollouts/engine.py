@@ -11,7 +11,10 @@ from envs.errors import UserError, nearest
 from rollouts.samples import Request, Sample, Version
 from rollouts.weights import PackedWeights, WeightsError
 
-ENGINES = {"transformers": "rollouts.engine_transformers:TransformersEngine"}
+ENGINES = {
+    "transformers": "rollouts.engine_transformers:TransformersEngine",
+    "masked_diffusion": "rollouts.masked_diffusion:MaskedDiffusionEngine",
+}
 
 
 class Engine(Protocol):
@@ -60,7 +63,7 @@ def make_engine(spec: EngineSpec) -> Engine:
     try:
         engine: type[Any] = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
-        extra = {"transformers": "language"}.get(spec.kind)
+        extra = "language" if spec.kind in ENGINES else None
         raise UserError(
             f"the engine {spec.kind} can't be loaded: {error}",
             fix=f"install the extra {extra}" if extra else "name an importable class",

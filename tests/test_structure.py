@@ -15,7 +15,9 @@ ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ["envs", "rollouts", "rewards", "trainers", "algos", "evaluators", "stages", "launch"]
 OTHER_FOLDERS = {"seeds", "tests", "benchmarks"}
 # Modules of algos/ that are common knowledge, not a paper's.
-BASELINES = {"__init__", "ppo", "ppo_lag", "grpo", "sft", "dpo", "reward_model", "pretrain"}
+BASELINES = {"__init__", "ppo", "ppo_lag", "grpo", "sft", "dpo", "reward_model", "pretrain"} | {
+    "masked_diffusion_sft"
+}
 
 
 def tracked_files() -> list[Path]:

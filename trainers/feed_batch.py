@@ -65,8 +65,11 @@ def encode(tokenizer: Any, prompt: Any) -> list[int]:
 
 
 def decode(tokenizer: Any, sample: Sample) -> str:
-    """A completion as text, without its special tokens."""
-    return tokenizer.decode(sample.completion_ids, skip_special_tokens=True)
+    """A completion as text, up to its first end token, without special tokens."""
+    ids, end = sample.completion_ids, tokenizer.eos_token_id
+    if end in ids:  # what was not written left to right may have tokens after it
+        ids = ids[: ids.index(end)]
+    return tokenizer.decode(ids, skip_special_tokens=True)
 
 
 def check_scores(name: str, scores: Any, groups: list[Group]) -> None:

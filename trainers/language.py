@@ -38,7 +38,7 @@ class LanguageRolloutConfig:
     top_p: float = 1.0
     top_k: int = 0
     mask_cut: bool = False  # do not learn from completions that were cut off at max_new_tokens
-    engine: str = "transformers"  # transformers | package.module:Class
+    engine: str = "transformers"  # transformers | masked_diffusion | package.module:Class
     num_workers: int = 1  # processes with an engine; 0 draws in the process of the Feed
     staleness: int = 0  # batches drawn ahead: 0 waits for the newest weights
     off_policy_cap: float = 2.0  # of the weight learner / rollout, where they can differ
@@ -130,8 +130,13 @@ class LanguageAlgorithm:
     observe: Callable[[Any, list[Sample]], dict[str, list[np.ndarray]]] | None = None
     # (groups, advantages (P, G)) -> one array (T,) a sample; whole groups, in the Feed
     credit: Callable[[list[list[Sample]], np.ndarray], list[np.ndarray]] | None = None
-    # log_probs(model, inputs) -> (log-probabilities (B, T), entropies (B, T)); for old, reference and current
+    # log_probs(model, inputs) -> (log-probabilities, entropies), (B, T); for old, reference and current;
+    # exact: whether these are the sampler's own, so that a difference from them is an error
     likelihood: Any = None
+    # the engine of ENGINES whose completions `likelihood` scores; None: those written left to right
+    engine_kind: str | None = None
+    # (model, batch of the collator) -> mean over its rows; kinds "sft" and "pretrain", in the place of TRL's
+    loss: Callable[[Any, dict[str, Any]], Any] | None = None
     # (logits (N, V), labels (N)) -> weights (N), without gradient; see trainers.token_weight; kind "sft"
     token_weight: Callable[[Any, Any], Any] | None = None
     # (micro-batches of a step, learner) -> as many micro-batches
@@ -152,6 +157,9 @@ class LanguageAlgorithm:
     def describe(cls, cfg: Any) -> list[str]:
         """Lines of derived arithmetic and caveats, printed before the run."""
         return []
+
+    def prepare(self, cfg: Any, tokenizer: Any) -> None:
+        """Called once in every process that holds the algorithm, with the whole config, before it is used."""
 
     def rewards(self, cfg: Any, task: Any) -> Any:
         """Named rewards with weights; a paper may bring its own."""
@@ -258,6 +266,14 @@ def _check_policy(cfg: Any, r: LanguageRolloutConfig, w: RewardConfig) -> None:
 
     sampling(cfg).check()
     EngineSpec(model_path="", kind=r.engine).check()
+    wanted = cfg.algorithm.engine_kind
+    other_order = wanted or "masked_diffusion"  # the engine that does not write left to right
+    if ":" not in r.engine and (r.engine == other_order) != (wanted is not None):
+        raise UserError(
+            f"algo={cfg.algo.name} can't score what this engine draws",
+            given=f"rollout.engine={r.engine}",
+            allowed=wanted or "transformers",
+        )
     if r.samples_per_prompt < 2:
         raise UserError(
             "advantages compare the completions of one prompt, so there must be two or more",

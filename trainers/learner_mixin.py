@@ -38,6 +38,7 @@ HOST_STATE = ("log_history", "is_local_process_zero", "is_world_process_zero")  
 class Seams:
     """What an algorithm may put into a learner's step; left None, TRL's step is untouched.
 
+    loss: (model, batch) -> mean over the batch's rows, in the place of the trainer's loss;
     token_weight: (logits (N, V), labels (N)) -> weights (N), see trainers.token_weight; SFT only;
     compose: (micro-batches of the step, learner) -> as many micro-batches, perhaps of other rows;
     aggregate: (gradients (n, d)) -> (d), before clipping. One row a micro-batch of every worker, scaled so
@@ -46,6 +47,7 @@ class Seams:
     restart; stop_after: end the run after this many steps.
     """
 
+    loss: Callable[[Any, dict[str, Any]], torch.Tensor] | None = None
     token_weight: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
     compose: Callable[[list[Any], Any], list[Any]] | None = None
     aggregate: Callable[[torch.Tensor], torch.Tensor] | None = None
@@ -273,6 +275,8 @@ class SeamMixin(Host):
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """TRL's loss; a loss that is not finite raises UserError naming step, first bad tensor and row."""
+        if self.seams.loss is not None:
+            return self._own_loss(self.seams.loss, model, dict(inputs), num_items_in_batch)
         given = dict(inputs)
         out = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         loss = out[0] if return_outputs else out
@@ -284,6 +288,19 @@ class SeamMixin(Host):
             where = ", ".join(self.describe_row(given, row) for row in rows[:3])
             self._fail("loss", loss.item(), what, where)
         return out
+
+    def _own_loss(self, loss: Any, model: Any, inputs: dict[str, Any], items: Any) -> torch.Tensor:
+        """The seam's; micro-batches have equal numbers of rows, so the step's is the mean of theirs."""
+        value = loss(model, inputs)
+        if not torch.isfinite(value.detach()):
+            rng = learner_state.rng_state()
+            what, rows = explain_loss(self._module(), inputs, lambda: loss(model, inputs))
+            learner_state.set_rng_state(rng)
+            self._fail("loss", value.item(), what, ", ".join(self.describe_row(inputs, r) for r in rows[:3]))
+        scaled = self.loss_is_scaled_for_ga
+        if scaled is None:  # then the trainer itself divides, unless the model was told of the whole step
+            scaled = items is not None and self.model_accepts_loss_kwargs
+        return value / self.current_gradient_accumulation_steps if scaled else value
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)

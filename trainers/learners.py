@@ -101,7 +101,7 @@ class LearnerMaker:
                 peft_config=lora(cfg, self.kind),
                 callbacks=[*self.callbacks, *named_callbacks(cfg.learner.callbacks)],
                 context=context,
-                seams=seams_of(cfg),
+                seams=seams_of(cfg, tokenizer),
             )
         except UserError:
             raise
@@ -124,10 +124,11 @@ def check_learner(kind: str, cfg: Any) -> None:
     named_callbacks(cfg.learner.callbacks)
 
 
-def seams_of(cfg: Any) -> Seams:
+def seams_of(cfg: Any, tokenizer: Any) -> Seams:
     """What the run's algorithm puts into a learner's step. Raises UserError for a seam that TRL lacks."""
     algorithm = cfg.algorithm(cfg.algo, cfg.run.seed)
-    names = ("token_weight", "compose", "aggregate", "after_step", "state_dict", "load_state_dict")
+    algorithm.prepare(cfg, tokenizer)
+    names = ("loss", "token_weight", "compose", "aggregate", "after_step", "state_dict", "load_state_dict")
     filled = {name: getattr(algorithm, name, None) for name in names}
     return Seams(stop_after=cfg.run.max_steps, **filled)
 

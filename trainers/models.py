@@ -14,6 +14,7 @@ from typing import Any
 from envs.errors import UserError, nearest
 
 DTYPES = ("float32", "bfloat16", "float16")
+OBJECTIVES = ("next_token", "masked", "any_order")
 ATTENTION = ("eager", "sdpa", "flash_attention_2")
 
 
@@ -34,6 +35,8 @@ class ModelConfig:
     tiny_heads: int = 4
     tiny_window: int = 1024  # tokens
     tiny_seed: int = 0
+    tiny_objective: str = "next_token"  # next_token | masked | any_order (see trainers.masked_training)
+    tiny_completion: int = 32  # tokens of a completion, whose length is fixed unless it is next_token
     tiny_warmup_steps: int = 800  # at most; 0 leaves the weights random
     tiny_warmup_tokens: int = 2_000_000  # at most, prompts and padding included
     tiny_warmup_batch: int = 32
@@ -63,10 +66,13 @@ def check_model_config(cfg: ModelConfig) -> None:
             given=f"tiny_layers={cfg.tiny_layers} tiny_width={cfg.tiny_width} tiny_heads={cfg.tiny_heads}",
             fix="model.tiny_layers=2 model.tiny_width=128 model.tiny_heads=4, for example",
         )
+    if cfg.tiny_objective not in OBJECTIVES:
+        raise UserError("unknown model.tiny_objective", given=cfg.tiny_objective, allowed=OBJECTIVES)
     if not 0 <= cfg.tiny_warmup_target <= 1:
         raise UserError("model.tiny_warmup_target is a share", given=cfg.tiny_warmup_target, allowed="[0, 1]")
     for name, number, low in (
         ("window", cfg.tiny_window, 2),
+        ("completion", cfg.tiny_completion, 1),
         ("warmup_steps", cfg.tiny_warmup_steps, 0),
         ("warmup_tokens", cfg.tiny_warmup_tokens, 1),
         ("warmup_batch", cfg.tiny_warmup_batch, 1),

@@ -22,6 +22,7 @@ from rollouts.store import send
 from trainers.credit import off_policy_weight
 from trainers.learner_mixin import SeamMixin
 
+KL_CLAMP = 20.0  # of log pi_ref - log pi: its exponential is the KL estimate of TRL's loss
 RATIO_TOLERANCE = 1e-3  # |log pi_learner - log pi_rollout| of fresh float32 weights on one kind of engine
 
 
@@ -142,8 +143,11 @@ class PolicyLearner(SeamMixin, trl.GRPOTrainer):
         else:
             log_probs, entropies = self.algorithm.likelihood.log_probs(model, self._current)
             out = log_probs, entropies, None
-        if not self.policy.correct and torch.is_grad_enabled():
-            self._note_gap(out[0].detach(), self._current)
+        if torch.is_grad_enabled():
+            if not self.policy.correct:
+                self._note_gap(out[0].detach(), self._current)
+            if "ref_per_token_logps" in self._current:
+                self._clamp_reference(out[0], self._current)
         return out
 
     def _add_log_probs(self, inputs: dict[str, Any], first: bool) -> None:
@@ -179,6 +183,15 @@ class PolicyLearner(SeamMixin, trl.GRPOTrainer):
         with use_adapter(model, adapter_name="ref" if "ref" in model.peft_config else None):
             return self._score(self.model, inputs)
 
+    def _clamp_reference(self, log_probs: torch.Tensor, inputs: dict[str, Any]) -> None:
+        """Keep log pi_ref - log pi within KL_CLAMP, without a gradient beyond it; counted as "kl_clamped"."""
+        difference = inputs["ref_per_token_logps"] - log_probs.detach()
+        beyond = (difference.abs() > KL_CLAMP) & _loss_mask(inputs).bool()
+        self._pending["kl_clamped"] = self._pending.get("kl_clamped", 0.0) + float(beyond.sum())
+        if beyond.any():
+            held = log_probs + difference.clamp(-KL_CLAMP, KL_CLAMP)
+            inputs["ref_per_token_logps"] = torch.where(beyond, held, inputs["ref_per_token_logps"])
+
     def _score(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
         """Log-probabilities (B, T) of the completions, in micro-batches, without a gradient."""
         size, found = self.args.per_device_train_batch_size, []
@@ -197,13 +210,16 @@ class PolicyLearner(SeamMixin, trl.GRPOTrainer):
     def _note_gap(self, log_probs: torch.Tensor, inputs: dict[str, Any]) -> None:
         """Mean |log pi_learner - log pi_rollout| over learnable tokens of the step so far.
 
-        "engine_mismatch" on samples of the newest weights, where only the arithmetic can differ;
-        "off_policy_gap" on older ones. Raises UserError for a mismatch that exact engines cannot have.
+        "engine_mismatch" on samples of the newest weights, where only the arithmetic can differ
+        ("likelihood_gap" where the algorithm's likelihood is not the sampler's); "off_policy_gap" on older
+        ones. Raises UserError for a mismatch that exact engines cannot have.
         """
         mask = _loss_mask(inputs).bool()
         fresh = (inputs["policy_age"] == 0)[:, None] & mask
         gap = (log_probs - inputs["logp_rollout"]).abs()
-        for name, chosen in (("engine_mismatch", fresh), ("off_policy_gap", mask & ~fresh)):
+        likelihood = self.algorithm.likelihood
+        newest = "engine_mismatch" if likelihood is None or likelihood.exact else "likelihood_gap"
+        for name, chosen in ((newest, fresh), ("off_policy_gap", mask & ~fresh)):
             if chosen.any():
                 total, count = self._gaps.get(name, (0.0, 0))
                 total, count = total + float(gap[chosen].sum()), count + int(chosen.sum())

@@ -49,6 +49,7 @@ def feed_for(cfg: Any, run: Run, task: Any, model_path: str, stack: ExitStack) -
     pool = RolloutPool(spec, num_workers=r.num_workers, deadline_s=r.deadline_s, max_restarts=r.max_restarts)
     stack.callback(pool.close)
     algorithm = cfg.algorithm(cfg.algo, cfg.run.seed)
+    algorithm.prepare(cfg, tokenizer)
     feed_cfg = FeedConfig(
         seed=cfg.run.seed,
         batches=-(-c.steps // c.num_iterations),  # of the plan, wherever run.max_steps stops this time
@@ -110,8 +111,14 @@ class PolicyMaker:
         )
         transformers.set_seed(cfg.run.seed)
         algorithm = cfg.algorithm(cfg.algo, cfg.run.seed)
+        algorithm.prepare(cfg, tokenizer)
         narrow = cfg.model.dtype != "float32" or args.bf16 or args.fp16
-        exact = r.engine == "transformers" and not narrow and r.top_p == 1 and r.top_k == 0
+        exact = (
+            r.engine in ("transformers", algorithm.engine_kind)
+            and not narrow
+            and r.top_p == 1
+            and r.top_k == 0
+        )
         return PolicyLearner(
             model=load_model(self.model_path, cfg.model),
             args=args,
@@ -125,7 +132,7 @@ class PolicyMaker:
                 iterations=c.num_iterations,
                 correct=r.staleness > 0,
                 weight_cap=r.off_policy_cap,
-                exact=exact and algorithm.likelihood is None,
+                exact=exact and (algorithm.likelihood is None or algorithm.likelihood.exact),
             ),
             context=context,
             seams=Seams(

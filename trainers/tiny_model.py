@@ -1,7 +1,8 @@
 """`model=tiny`: a Llama of a fraction of a million parameters, made here. Knows tasks, no algorithm.
 
-It speaks the words of a task (bytes, where texts are open), is warmed up on the task's demonstrations, and
-is kept in a cache under the hash of everything that determines it.
+With `tiny_objective=masked` or `any_order` it is a masked language model. It speaks the words of a task
+(bytes, where texts are open), is warmed up on the task's demonstrations, and is kept in a cache under the
+hash of everything that determines it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 
 FORMAT = 2  # of the cached folders; raise it when the recipe below changes
 SPECIAL = ("<pad>", "<eos>", "<unk>")
+MASK = "<mask>"
 MANIFEST = "whole.json"
 WAIT_S = 1800.0  # for another process that makes the same model
 EVERY, PROMPTS = 20, 128  # warm-up steps between two looks at the accuracy, and prompts of a look
@@ -148,21 +151,27 @@ def _alone(place: Path, say: Say) -> Iterator[None]:
 # --- tokenizers
 
 
-def word_tokenizer(words: list[str]) -> Any:
+def word_tokenizer(words: list[str], masked: bool = False) -> Any:
     """One token a word, words apart by single blanks; decoding gives the text back."""
-    vocabulary = {word: i for i, word in enumerate(dict.fromkeys([*SPECIAL, *words]))}
+    special = [*SPECIAL, MASK] if masked else SPECIAL
+    vocabulary = {word: i for i, word in enumerate(dict.fromkeys([*special, *words]))}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return _fast(tokenizer)
+    return _fast(tokenizer, **_mask_setting(masked))
 
 
-def byte_tokenizer() -> Any:
+def byte_tokenizer(masked: bool = False) -> Any:
     """One token a byte of UTF-8, for any text, and a plain chat template; decoding gives the text back."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate([*SPECIAL, *alphabet])}, []))
+    special = [*SPECIAL, MASK] if masked else SPECIAL
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate([*special, *alphabet])}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    return _fast(tokenizer, chat_template=CHAT)
+    return _fast(tokenizer, chat_template=CHAT, **_mask_setting(masked))
+
+
+def _mask_setting(masked: bool) -> dict[str, str]:
+    return {"mask_token": MASK} if masked else {}
 
 
 def _fast(tokenizer: Tokenizer, **settings: Any) -> Any:
@@ -184,7 +193,8 @@ def _fast(tokenizer: Tokenizer, **settings: Any) -> Any:
 def _make(cfg: ModelConfig, task: Any, folder: Path, say: Say) -> dict[str, Any]:
     """Build, warm up and save. Leaves the process's generators and threads as they were."""
     words = task.vocabulary()
-    tokenizer = byte_tokenizer() if words is None else word_tokenizer(words)
+    masked = cfg.tiny_objective != "next_token"
+    tokenizer = byte_tokenizer(masked) if words is None else word_tokenizer(words, masked)
     threads = torch.get_num_threads()
     # The same weights however many threads a process has.
     torch.set_num_threads(1)
@@ -203,6 +213,7 @@ def _make(cfg: ModelConfig, task: Any, folder: Path, say: Say) -> dict[str, Any]
 
 
 def _llama(cfg: ModelConfig, tokenizer: Any) -> Any:
+    masked = {} if cfg.tiny_objective == "next_token" else {"mask_token_id": tokenizer.mask_token_id}
     return transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
             vocab_size=len(tokenizer),
@@ -216,40 +227,46 @@ def _llama(cfg: ModelConfig, tokenizer: Any) -> Any:
             eos_token_id=tokenizer.eos_token_id,
             bos_token_id=None,
             tie_word_embeddings=False,
+            **masked,
         )
     )
 
 
 def _warm_up(cfg: ModelConfig, task: Any, tokenizer: Any, model: Any, say: Say) -> tuple[int, float | None]:
-    """(steps taken, accuracy): next-token loss on demonstrations until the accuracy reaches the target.
+    """(steps taken, accuracy): the objective's loss on demonstrations until the accuracy reaches the target.
 
     The learning rate falls linearly to 0 over the allowed steps or tokens, whichever end first.
     """
     few = range(min(64, task.train_size or 64))
     if not cfg.tiny_warmup_steps or all(task.demonstration(i) is None for i in few):
         return 0, None
-    tokens, accuracy = [0], [0.0]
+    tokens, accuracy, masked = [0], [0.0], cfg.tiny_objective != "next_token"
 
-    def batches() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def batches() -> Iterator[list[tuple[list[int], list[int]]]]:
         rows = _demonstrations(task, tokenizer, cfg.tiny_window)
         while True:
-            ids, labels = _padded(list(itertools.islice(rows, cfg.tiny_warmup_batch)), tokenizer.pad_token_id)
-            tokens[0] += ids.numel()
-            yield ids, labels
+            some = list(itertools.islice(rows, cfg.tiny_warmup_batch))
+            fixed = max(len(p) for p, _ in some) + cfg.tiny_completion
+            longest = fixed if masked else max(len(p) + len(a) for p, a in some)
+            tokens[0] += len(some) * longest
+            yield some
 
     def rate(step: int) -> float:
         spent = max(step / cfg.tiny_warmup_steps, tokens[0] / cfg.tiny_warmup_tokens)
         return min(1.0, (step + 1) / 20) * max(0.0, 1 - spent)
 
-    def loss(module: Any, rows: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        logits = module(input_ids=rows[0]).logits[:, :-1].flatten(0, 1)
-        return torch.nn.functional.cross_entropy(logits, rows[1][:, 1:].flatten(), ignore_index=-100)
+    def loss(module: Any, rows: list[tuple[list[int], list[int]]]) -> torch.Tensor:
+        if masked:
+            return _masked_loss(cfg, tokenizer, module, rows)
+        ids, labels = _padded(rows, tokenizer.pad_token_id)
+        logits = module(input_ids=ids).logits[:, :-1].flatten(0, 1)
+        return torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), ignore_index=-100)
 
     def over(step: int, value: float) -> bool:
         last = step == cfg.tiny_warmup_steps or tokens[0] >= cfg.tiny_warmup_tokens
         if step % EVERY and not last:
             return False
-        accuracy[0] = greedy_accuracy(model, tokenizer, task, PROMPTS)
+        accuracy[0] = greedy_accuracy(model, tokenizer, task, PROMPTS, _writer(cfg, tokenizer))
         say(f"warm-up: step {step}, loss {value:.3f}, {accuracy[0]:.0%} of greedy answers right")
         return last or accuracy[0] >= cfg.tiny_warmup_target
 
@@ -288,10 +305,43 @@ def _padded(rows: list[tuple[list[int], list[int]]], pad: int) -> tuple[torch.Te
     return ids, labels
 
 
-def greedy_accuracy(model: Any, tokenizer: Any, task: Any, count: int) -> float:
+def _masked_loss(
+    cfg: ModelConfig, tokenizer: Any, model: Any, rows: list[tuple[list[int], list[int]]]
+) -> torch.Tensor:
+    """The masked objectives' loss on (prompt, answer) pairs."""
+    from trainers.masked_training import any_order_loss, fixed_rows, masked_loss
+
+    special = {"pad": tokenizer.pad_token_id, "end": tokenizer.eos_token_id}
+    fixed = fixed_rows([p for p, _ in rows], [a for _, a in rows], cfg.tiny_completion, **special)
+    kind = masked_loss if cfg.tiny_objective == "masked" else any_order_loss
+    return kind(model, fixed, tokenizer.mask_token_id)[0]
+
+
+Writer = Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def _writer(cfg: ModelConfig, tokenizer: Any) -> Writer | None:
+    """(model, prompt ids, mask (B, P)) -> greedy completions (B, L) of a masked model; else None."""
+    if cfg.tiny_objective == "next_token":
+        return None
+    from rollouts.decoding import Decoding
+    from rollouts.masked_diffusion import decode
+
+    how = Decoding(any_order=cfg.tiny_objective == "any_order")
+
+    def write(model: Any, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        noise = [np.random.default_rng(0)] * len(ids)
+        settings: dict[str, Any] = {"length": cfg.tiny_completion, "decoding": how, "temperature": 0.0}
+        return decode(model, ids, mask, generators=noise, **settings).ids
+
+    return write
+
+
+def greedy_accuracy(model: Any, tokenizer: Any, task: Any, count: int, write: Writer | None = None) -> float:
     """Mean check of the greedy answers to `count` training prompts: the last ones, or of a late region.
 
-    Where a check may not be trusted, right is what equals the demonstration.
+    Where a check may not be trusted, right is what equals the demonstration. write: how answers are written;
+    None: token by token.
     """
     first = 1_000_000 if task.train_size is None else max(0, task.train_size - count)
     prompts = [(i, task.train(i)) for i in range(first, first + min(count, task.train_size or count))]
@@ -304,9 +354,15 @@ def greedy_accuracy(model: Any, tokenizer: Any, task: Any, count: int) -> float:
     new = max(1, min(model.config.max_position_embeddings - width, longest))
     model.eval()
     with torch.no_grad():
-        out = model.generate(input_ids=rows, attention_mask=there, max_new_tokens=new, do_sample=False)
+        if write is None:
+            out = model.generate(input_ids=rows, attention_mask=there, max_new_tokens=new, do_sample=False)
+            answers = out[:, width:].tolist()
+        else:
+            answers = write(model, rows, there).tolist()
     model.train()
-    texts = tokenizer.batch_decode(out[:, width:], skip_special_tokens=True)
+    end = tokenizer.eos_token_id
+    answers = [ids[: ids.index(end)] if end in ids else ids for ids in answers]
+    texts = tokenizer.batch_decode(answers, skip_special_tokens=True)
     right = 0.0
     for (i, prompt), text in zip(prompts, texts):
         right += text == task.demonstration(i) if task.untrusted_check else task.check(prompt.meta, text)
