@@ -237,7 +237,8 @@ class D2(LanguageAlgorithm):
         if decoding.any_order != (a.likelihood == "any_order"):
             raise UserError(
                 "completions must be drawn by the rules that they are scored by",
-                given=f"algo.likelihood={a.likelihood} rollout.options.any_order={decoding.any_order}",
+                given=f"algo.likelihood={a.likelihood} "
+                f"rollout.options.any_order={str(decoding.any_order).lower()}",
                 allowed="any_order with rollout.options.any_order=true, the others with false",
             )
         for name in ("top_p", "top_k"):

@@ -53,7 +53,7 @@ class MaskedDiffusionSFT(LanguageAlgorithm):
         self.tokens = {"pad": tokenizer.pad_token_id, "end": tokenizer.eos_token_id}
         self._right: list[torch.Tensor] = []
 
-    def loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:  # type: ignore[override]
+    def loss(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
         """See `LanguageAlgorithm.loss`; input_ids and labels (B, T) of TRL's collator."""
         from rollouts.masked_model import mask_token
         from trainers.masked_training import any_order_loss, masked_loss, rows_of_labels
@@ -67,7 +67,7 @@ class MaskedDiffusionSFT(LanguageAlgorithm):
         self._right.append(right.detach())
         return loss
 
-    def after_step(self, learner: Any, step: int) -> dict[str, Any]:  # type: ignore[override]
+    def after_step(self, learner: Any, step: int) -> dict[str, Any]:
         """Share of masked tokens whose likeliest token was right, over the step."""
         right, self._right = torch.stack(self._right).mean(), []
         return {"masked_accuracy": float(right)}

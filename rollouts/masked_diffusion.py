@@ -3,7 +3,7 @@
 Each step chooses positions and draws their tokens from softmax(logits / temperature), never the mask token.
 With `top_probability` and `random` the positions do not depend on what is drawn in the step, so the sum of
 the log-probabilities that come back is the trajectory's exact likelihood; with `low_confidence` (the rule of
-the released samplers of LLaDA and d2) it is not, see `Decoding`.
+the released samplers of LLaDA and its successors) it is not, see `Decoding`.
 """
 
 from __future__ import annotations

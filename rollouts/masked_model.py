@@ -1,7 +1,7 @@
 """How a masked language model is asked for its distributions: who sees whom, positions, probabilities.
 
 Two ways. *Full*: every token of prompt and completion sees every other; what is not decoded yet is the mask
-token. *Any order* ("d2", arXiv 2509.21474, section on any-order decoding; Eso-LM): each completion token is
+token. *Any order* (arXiv 2509.21474, section on any-order decoding; Eso-LM): each completion token is
 there twice, clean and as a mask twin of the same position; clean tokens see the prompt and what was decoded
 before them, a twin sees the prompt, what was decoded in earlier steps, and itself. Then one pass over
 P + 2L tokens scores a whole decoding, and keys and values of clean tokens can be cached.

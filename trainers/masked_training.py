@@ -88,7 +88,7 @@ def any_order_loss(
     """(loss, accuracy): mean over rows of the mean cross-entropy of all L mask twins, in one random order.
 
     The order is uniform within blocks of `block_length` positions (None: within all), blocks left to right
-    (d2, any-order fine-tuning in the authors' code).
+    (arXiv 2509.21474, any-order fine-tuning in the authors' code).
     """
     ids = rows.completion_ids
     place = torch.arange(ids.shape[1])

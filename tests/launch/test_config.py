@@ -33,7 +33,7 @@ def test_every_size_composes_into_typed_settings_that_pass_the_checks(name: str)
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_default_is_what_the_dataclasses_and_the_algorithm_say(name: str) -> None:
-    own = OmegaConf.to_container(OmegaConf.load(config.CONF / "algo" / f"{name}.yaml"))
+    own = OmegaConf.to_container(OmegaConf.load(config.CONF / "algo" / f"{name}.yaml"), resolve=True)
     settings = typed(config.resolved(composed(f"algo={name}")))
     assert settings.algo == settings.algorithm.Config()
     for section, kind in engine_of(settings.algorithm).SECTIONS.items():

@@ -35,7 +35,8 @@ def plain_logits(model: Any, ids: list[int], positions: list[int], sees: list[li
     for row, columns in enumerate(sees):
         bias[0, 0, row, columns] = 0
     out = model(
-        input_ids=torch.tensor([ids]), attention_mask=bias, position_ids=torch.tensor([positions]), use_cache=False
+        input_ids=torch.tensor([ids]), attention_mask=bias,
+        position_ids=torch.tensor([positions]), use_cache=False,
     )  # fmt: skip
     return out.logits[0]
 
