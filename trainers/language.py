@@ -131,7 +131,7 @@ class LanguageAlgorithm:
     # (groups, advantages (P, G)) -> one array (T,) a sample; whole groups, in the Feed
     credit: Callable[[list[list[Sample]], np.ndarray], list[np.ndarray]] | None = None
     # log_probs(model, inputs) -> (log-probabilities, entropies), (B, T); for old, reference and current;
-    # exact: whether these are the sampler's own, so that a difference from them is an error
+    # its attribute `exact`, if it has one: whether these are the sampler's own, any difference an error
     likelihood: Any = None
     # the engine of ENGINES whose completions `likelihood` scores; None: those written left to right
     engine_kind: str | None = None

@@ -42,6 +42,11 @@ class PolicySettings:
     exact: bool = True
 
 
+def scores_as_drawn(likelihood: Any) -> bool:
+    """Whether log-probabilities of this seam (None: TRL's own) are those that samples were drawn with."""
+    return likelihood is None or getattr(likelihood, "exact", False)
+
+
 class PolicyLearner(SeamMixin, trl.GRPOTrainer):
     """See the module. `feed` has the methods of `trainers.feed.Feed`, `algorithm` the seams."""
 
@@ -217,8 +222,7 @@ class PolicyLearner(SeamMixin, trl.GRPOTrainer):
         mask = _loss_mask(inputs).bool()
         fresh = (inputs["policy_age"] == 0)[:, None] & mask
         gap = (log_probs - inputs["logp_rollout"]).abs()
-        likelihood = self.algorithm.likelihood
-        newest = "engine_mismatch" if likelihood is None or likelihood.exact else "likelihood_gap"
+        newest = "engine_mismatch" if scores_as_drawn(self.algorithm.likelihood) else "likelihood_gap"
         for name, chosen in ((newest, fresh), ("off_policy_gap", mask & ~fresh)):
             if chosen.any():
                 total, count = self._gaps.get(name, (0.0, 0))

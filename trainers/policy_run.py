@@ -16,7 +16,7 @@ from trainers.learner_mixin import Seams
 from trainers.learners import check_tokens, lora, named_callbacks, quiet
 from trainers.models import load_model, load_tokenizer
 from trainers.placement import WorkerContext, backend_arguments
-from trainers.policy import PolicyLearner, PolicySettings
+from trainers.policy import PolicyLearner, PolicySettings, scores_as_drawn
 from trainers.trl_arguments import loss_settings, trl_config
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ class PolicyMaker:
                 iterations=c.num_iterations,
                 correct=r.staleness > 0,
                 weight_cap=r.off_policy_cap,
-                exact=exact and (algorithm.likelihood is None or algorithm.likelihood.exact),
+                exact=exact and scores_as_drawn(algorithm.likelihood),
             ),
             context=context,
             seams=Seams(

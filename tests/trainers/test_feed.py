@@ -32,7 +32,9 @@ def seams(**filled: Any) -> Any:
 
 
 class Words:
-    """A tokenizer: one token a letter."""
+    """A tokenizer: one token a letter, none of them the end."""
+
+    eos_token_id = -1
 
     def __call__(self, text: str) -> dict[str, list[int]]:
         return {"input_ids": [ord(c) - 97 for c in text]}
