@@ -11,6 +11,7 @@ completion of model=tiny on 4x4 Sudoku, mean and standard error over trajectorie
 from __future__ import annotations
 
 import argparse
+import os
 import resource
 import statistics
 import subprocess
@@ -34,6 +35,8 @@ from rollouts.masked_diffusion import decode
 from trainers.models import ModelConfig, load_model, load_tokenizer, prepare_model
 
 VOCABULARY, PROMPT = 128, 32
+# glibc gives freed memory back at once: otherwise the peak is that of its fragments. It costs time.
+TIGHT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 
 
 def model_of(width: int = 128) -> Any:
@@ -98,15 +101,19 @@ def merge_once(segments: int) -> None:
     print(took, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
 
 
+def measured(command: list[str], more: dict[str, str]) -> list[float]:
+    """What `merge_once` prints, with more environment variables."""
+    env = os.environ | more
+    said = subprocess.run(command, capture_output=True, text=True, check=True, env=env).stdout
+    return [float(word) for word in said.split()]
+
+
 def merging(repeats: int) -> None:
     print("| N | seconds | seconds / N | peak above start, MiB |\n| ---: | ---: | ---: | ---: |")
     for segments in (1, 2, 4, 8, 16, 32):
         command = [sys.executable, __file__, "--merge", str(segments)]
-        said = [
-            subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
-            for _ in range(max(1, repeats // 2))
-        ]
-        took, peak = (statistics.median(float(line[i]) for line in said) for i in (0, 1))
+        said = [measured(command, {}) for _ in range(max(1, repeats // 2))]
+        took, peak = statistics.median(line[0] for line in said), measured(command, TIGHT)[1]
         print(f"| {segments} | {took:.2f} | {took / segments:.3f} | {peak:.0f} |")
 
 
