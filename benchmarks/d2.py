@@ -11,6 +11,7 @@ completion of model=tiny on 4x4 Sudoku, mean and standard error over trajectorie
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import resource
 import statistics
@@ -78,9 +79,9 @@ def scoring(repeats: int) -> None:
     print("| T = tokens | Exact ms | AnyOrder ms | ratio | T/3 |\n| ---: | ---: | ---: | ---: | ---: |")
     for steps in (8, 16, 32, 64):
         inputs = rows_of(8, steps, steps)
-        arms = {
-            name: lambda likelihood=likelihood, inputs=inputs: likelihood.log_probs(model, inputs)
-            for name, likelihood in (("exact", Exact(steps)), ("any", AnyOrder(steps)))
+        arms: dict[str, Callable[[], Any]] = {
+            "exact": functools.partial(Exact(steps).log_probs, model, inputs),
+            "any": functools.partial(AnyOrder(steps).log_probs, model, inputs),
         }
         with torch.no_grad():
             took = seconds(arms, repeats)
