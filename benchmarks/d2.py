@@ -45,8 +45,9 @@ def model_of(width: int = 128) -> Any:
     config = transformers.LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=width, intermediate_size=3 * width, num_hidden_layers=4,
         num_attention_heads=4, max_position_embeddings=2048, pad_token_id=0, eos_token_id=1,
-        bos_token_id=None, **{"mask_token_id": VOCABULARY - 1},
+        bos_token_id=None,
     )  # fmt: skip
+    config.mask_token_id = VOCABULARY - 1
     return transformers.LlamaForCausalLM(config).eval()
 
 
