@@ -51,7 +51,7 @@ class LanguageRolloutConfig:
 class LanguageLearnerConfig:
     """The optimizer's settings, and where the learner runs. None leaves TRL's own default."""
 
-    lr: float | None = None  # None: TINY_LR with model=tiny
+    lr: float | None = None  # None: TINY_LR_POLICY or TINY_LR_ROWS with model=tiny
     steps: int = 60  # optimizer steps of the run
     samples_per_step: int = 32  # rows of a step, for learners that need no rollouts
     samples_per_device_batch: int = 32  # rows of one forward and backward pass in one process
@@ -96,10 +96,8 @@ SECTIONS = {
     "reward": RewardConfig,
 }
 KINDS = ("policy", "sft", "pretrain", "dpo", "reward_model")
-TINY_LR = {
-    "policy": 1e-4
-}  # by kind; otherwise TINY_LR_ROWS. TRL's defaults are for models 1000 times as large
-TINY_LR_ROWS = 1e-3
+# Of model=tiny, to write and to learn from rows; TRL's own rates are for models 1000 times as large.
+TINY_LR_POLICY, TINY_LR_ROWS = 1e-4, 1e-3
 ENVS = ("chained-arithmetic", "countdown", "sudoku4", "reasoning-gym", "dataset")  # the default first
 EVALUATOR = "evaluators.language"
 WORKERS = "rollout.num_workers and learner.num_workers"
@@ -203,7 +201,7 @@ def learning_rate(cfg: Any) -> dict[str, float]:
     if cfg.learner.lr is not None:
         return {"learning_rate": cfg.learner.lr}
     if cfg.model.name == "tiny":
-        return {"learning_rate": TINY_LR.get(cfg.algorithm.kind, TINY_LR_ROWS)}
+        return {"learning_rate": TINY_LR_POLICY if cfg.algorithm.kind == "policy" else TINY_LR_ROWS}
     return {}
 
 
