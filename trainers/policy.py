@@ -21,8 +21,9 @@ from envs.errors import UserError
 from rollouts.store import send
 from trainers.credit import off_policy_weight
 from trainers.learner_mixin import SeamMixin
+from trainers.learner_state import load_model_state, model_state
 
-KL_CLAMP = 20.0  # of log pi_ref - log pi: its exponential is the KL estimate of TRL's loss
+KL_LIMIT = 20.0  # of log pi_ref - log pi, whose exponential TRL's KL estimate holds
 RATIO_TOLERANCE = 1e-3  # |log pi_learner - log pi_rollout| of fresh float32 weights on one kind of engine
 
 
@@ -152,7 +153,7 @@ class PolicyLearner(SeamMixin, trl.GRPOTrainer):
             if not self.policy.correct:
                 self._note_gap(out[0].detach(), self._current)
             if "ref_per_token_logps" in self._current:
-                self._clamp_reference(out[0], self._current)
+                self._drop_far_reference(out[0], self._current)
         return out
 
     def _add_log_probs(self, inputs: dict[str, Any], first: bool) -> None:
@@ -188,14 +189,16 @@ class PolicyLearner(SeamMixin, trl.GRPOTrainer):
         with use_adapter(model, adapter_name="ref" if "ref" in model.peft_config else None):
             return self._score(self.model, inputs)
 
-    def _clamp_reference(self, log_probs: torch.Tensor, inputs: dict[str, Any]) -> None:
-        """Keep log pi_ref - log pi within KL_CLAMP, without a gradient beyond it; counted as "kl_clamped"."""
-        difference = inputs["ref_per_token_logps"] - log_probs.detach()
-        beyond = (difference.abs() > KL_CLAMP) & _loss_mask(inputs).bool()
-        self._pending["kl_clamped"] = self._pending.get("kl_clamped", 0.0) + float(beyond.sum())
-        if beyond.any():
-            held = log_probs + difference.clamp(-KL_CLAMP, KL_CLAMP)
-            inputs["ref_per_token_logps"] = torch.where(beyond, held, inputs["ref_per_token_logps"])
+    def _drop_far_reference(self, log_probs: torch.Tensor, inputs: dict[str, Any]) -> None:
+        """Tokens with log pi_ref - log pi > KL_LIMIT get no KL term; counted as "kl_dropped".
+
+        A clamp would not do: e^20 and -e^20 meet in the sum of the gradient, and the rest of it is lost to
+        float32. On the other side nothing overflows, and the term is left as it is.
+        """
+        beyond = (inputs["ref_per_token_logps"] - log_probs.detach() > KL_LIMIT) & _loss_mask(inputs).bool()
+        self._pending["kl_dropped"] = self._pending.get("kl_dropped", 0.0) + float(beyond.sum())
+        held = torch.where(beyond, log_probs.detach(), inputs["ref_per_token_logps"])
+        inputs["ref_per_token_logps"] = held
 
     def _score(self, model: Any, inputs: dict[str, Any]) -> torch.Tensor:
         """Log-probabilities (B, T) of the completions, in micro-batches, without a gradient."""
@@ -273,18 +276,24 @@ class PolicyLearner(SeamMixin, trl.GRPOTrainer):
     # --- restarts
 
     def extra_state(self) -> dict[str, Any]:
-        """The Feed with its buffer, the algorithm's state, old log-probabilities inside a batch."""
+        """The Feed with its buffer, the algorithm's state, old log-probabilities inside a batch, and the
+        reference where it moves."""
         old = None
         if self.policy.iterations > 1:
             parts = self._gather(None if self._old is None else self._old.cpu())
             old = {str(i): part for i, part in enumerate(parts)}
-        first = self.accelerator.is_main_process
+        first, reference = self.accelerator.is_main_process, self._moving_reference()
         return {
             "feed": self.feed.state_dict() if first else {},
             "algorithm": self.algorithm.state_dict() if first else {},
             "old": old,
             "entropy": np.array([self.entropy_coef, self._last_world_entropy]),
+            "reference": {} if reference is None else model_state(reference),
         }
+
+    def _moving_reference(self) -> Any:
+        """The reference model where it follows the policy (TRL's sync_ref_model), else None."""
+        return self.accelerator.unwrap_model(self.ref_model) if self.args.sync_ref_model else None
 
     def load_extra_state(self, state: dict[str, Any]) -> None:
         """Undo of `extra_state`."""
@@ -294,6 +303,9 @@ class PolicyLearner(SeamMixin, trl.GRPOTrainer):
         if state["old"] is not None:
             mine = state["old"][str(self.accelerator.process_index)]
             self._old = None if mine is None else torch.as_tensor(mine)
+        reference = self._moving_reference()
+        if reference is not None:
+            load_model_state(reference, state["reference"])
 
 
 def padded(

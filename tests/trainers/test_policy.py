@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -242,6 +243,45 @@ def test_a_likelihood_of_its_own_is_used_for_old_reference_and_current(model: Pa
     # a batch: 2 micro-batches each of old, reference, current; then reference and current of the second step
     assert calls == [False] * 4 + [True] * 2 + [False] * 2 + [True] * 2 + calls[10:]
     assert len(calls) == 3 * 10
+
+
+class Far:
+    """A likelihood whose reference is `far` above the policy for every token."""
+
+    def __init__(self, far: float) -> None:
+        self.far = far
+
+    def log_probs(self, policy: Any, inputs: dict[str, torch.Tensor]) -> Any:
+        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
+        mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
+        places = (mask.cumsum(1) - 1).clamp(min=0)
+        logits = policy(input_ids=ids, attention_mask=mask, position_ids=places).logits
+        keep = inputs["completion_ids"]
+        logp = torch.log_softmax(logits[:, -keep.shape[1] - 1 : -1], -1)
+        found = logp.gather(2, keep[..., None])[..., 0]
+        entropy = -(logp.exp() * logp).sum(-1).detach()
+        return (found if torch.is_grad_enabled() else found + self.far), entropy
+
+
+@pytest.mark.parametrize("corrected", [False, True])
+def test_a_reference_far_above_the_policy_is_dropped(corrected: bool, model: Path, tmp_path: Path) -> None:
+    """Beyond 20 nats there is no KL term: loss and gradient are those of beta = 0."""
+    settings, near = PolicySettings(exact=False), {"likelihood": Far(30.0)}
+    more = {"beta": 0.1, "use_bias_correction_kl": corrected}
+    free = one_step(model, tmp_path / "a", settings=settings, filled=near)
+    held = one_step(model, tmp_path / "b", settings=settings, filled=near, more=more)
+    assert_close(free.gradients[0], held.gradients[0])
+    assert float(sum(held.losses)) == pytest.approx(float(sum(free.losses)), rel=1e-6)
+
+
+@pytest.mark.parametrize("far", [-30.0, 2.0])
+def test_another_reference_is_not(far: float, model: Path, tmp_path: Path) -> None:
+    """beta (e^d - d - 1) is in the loss."""
+    settings, near = PolicySettings(exact=False), {"likelihood": Far(far)}
+    free = one_step(model, tmp_path / "a", settings=settings, filled=near)
+    held = one_step(model, tmp_path / "b", settings=settings, filled=near, more={"beta": 0.1})
+    added = float(sum(held.losses) - sum(free.losses))
+    assert added == pytest.approx(0.1 * (math.exp(far) - far - 1), rel=1e-5)
 
 
 def test_observe_sees_the_learner_s_weights_before_the_step(model: Path, tmp_path: Path) -> None:

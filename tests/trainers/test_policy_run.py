@@ -162,6 +162,12 @@ def test_it_resumes_bit_for_bit(step: int, more: list[str], tmp_path: Path) -> N
     assert_resumes(step, more, tmp_path)
 
 
+def test_a_reference_that_moves_resumes_bit_for_bit(tmp_path: Path) -> None:
+    """It takes over the policy at step 2, is stopped at 3 and takes over again at 4."""
+    moving = ["learner.trl.sync_ref_model=true", "learner.trl.ref_model_sync_steps=2"]
+    assert_resumes(3, [HERE, "learner.beta=0.1", *moving], tmp_path)
+
+
 def assert_resumes(step: int, more: list[str], folder: Path) -> None:
     whole = start("grpo", folder, *TINY, *more, name="whole")
     broken = start("grpo", folder, *TINY, *more, f"run.max_steps={step}", name="broken")

@@ -73,10 +73,13 @@ def test_the_weighted_loss_by_hand(model: str, tmp_path: Path) -> None:
 
 
 def test_chunks_of_any_size_are_the_same(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = final(Recipe(model=model, steps=2), tmp_path, token_weight=confidence)
+    # Not behind Adam, which lifts rounding to the size of its rate where a gradient is tiny.
+    recipe = Recipe(model=model, steps=2, lr=1.0, trl={"optim": "sgd"})
+    whole = final(recipe, tmp_path, token_weight=confidence)
+    start = dict(transformers.LlamaForCausalLM.from_pretrained(model).named_parameters())
+    assert farthest(whole, start) > 1e-2
     monkeypatch.setattr("trainers.token_weight.CHUNK", 3)
-    # Adam lifts rounding to the size of its rate, 1e-3, where gradients are tiny; 1.4e-6 was seen.
-    assert farthest(whole, final(Recipe(model=model, steps=2), tmp_path, token_weight=confidence)) < 1e-5
+    assert farthest(whole, final(recipe, tmp_path, token_weight=confidence)) < 1e-6
 
 
 def test_weights_of_another_shape_are_refused(model: str, tmp_path: Path) -> None:
