@@ -293,7 +293,8 @@ class PolicyLearner(SeamMixin, trl.GRPOTrainer):
 
     def _moving_reference(self) -> Any:
         """The reference model where it follows the policy (TRL's sync_ref_model), else None."""
-        return self.accelerator.unwrap_model(self.ref_model) if self.args.sync_ref_model else None
+        moves = self.args.sync_ref_model  # type: ignore[attr-defined]
+        return self.accelerator.unwrap_model(self.ref_model) if moves else None
 
     def load_extra_state(self, state: dict[str, Any]) -> None:
         """Undo of `extra_state`."""
