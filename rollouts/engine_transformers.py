@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.utils import logging as transformers_logging
 
 from envs.errors import UserError, nearest
-from rollouts.engine import check_fit
+from rollouts.engine import check_fit, check_prompt
 from rollouts.samples import Edit, Request, Sample, SamplingParams, Version, sample_id
 from rollouts.weights import PackedWeights, lora_delta
 
@@ -107,20 +107,7 @@ class TransformersEngine:
 
     def _check(self, request: Request) -> None:
         request.check()
-        longest = len(request.prompt_ids) + request.params.max_new_tokens
-        if self.window is not None and longest > self.window:
-            raise UserError(
-                "a prompt and its completion do not fit the model's window",
-                given=f"{len(request.prompt_ids)} prompt tokens + {request.params.max_new_tokens} new ones",
-                allowed=f"{self.window} tokens in all",
-                fix="lower rollout.max_new_tokens or leave long prompts out",
-            )
-        size = self.model.get_input_embeddings().num_embeddings
-        if not all(0 <= i < size for i in request.prompt_ids):
-            wrong = next(i for i in request.prompt_ids if not 0 <= i < size)
-            raise UserError(
-                "a prompt has a token outside the vocabulary", given=wrong, allowed=f"0 to {size - 1}"
-            )
+        check_prompt(request, self.window, self.model.get_input_embeddings().num_embeddings)
         if not (request.capture or request.edit):
             return
         modules = dict(self.model.named_modules())

@@ -11,7 +11,7 @@ import math
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import torch
 
 ALIGN = 64  # bytes; every tensor starts at a multiple, as torch's own memory does
+RUN = 1 << 20  # bytes of small tensors that are copied and hashed together: they stay in the cache meanwhile
 
 
 class WeightsError(RuntimeError):
@@ -132,15 +133,38 @@ def pack(
     packed = PackedWeights(version, json.dumps(entries).encode(), [flat, *large], 0, kind, meta or {})
     found = packed.hash_of_head()
     target = torch.from_numpy(flat)
-    for start, nbytes, tensor in small:
-        end = -(-(start + nbytes) // ALIGN) * ALIGN
-        target[start : start + nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-        flat[start + nbytes : end] = 0
-        found.update(flat[start:end])  # while it is in the cache
+    for run in _runs(small):
+        start, end = run[0][0], run[-1][0] + run[-1][1]
+        tensors = [tensor for _, _, tensor in run]
+        place = target[start:end].view(tensors[0].dtype)
+        if len(run) == 1:
+            place.view(tensors[0].shape).copy_(tensors[0])
+        else:
+            torch.cat([tensor.reshape(-1) for tensor in tensors], out=place)
+        flat[end : -(-end // ALIGN) * ALIGN] = 0
+        found.update(flat[start : -(-end // ALIGN) * ALIGN])  # while it is in the cache
     for chunk in large:
         found.update(chunk)
     packed.sum = found.intdigest()
     return packed
+
+
+def _runs(
+    small: list[tuple[int, int, torch.Tensor]],
+) -> Iterator[list[tuple[int, int, torch.Tensor]]]:
+    """Neighbours that one `torch.cat` can copy: on the CPU, of one dtype, without a gap, up to RUN bytes."""
+    run: list[tuple[int, int, torch.Tensor]] = []
+    for entry in small:
+        start, nbytes, tensor = entry
+        if run:
+            first, (before, size, last) = run[0], run[-1]
+            same = tensor.dtype == last.dtype and {tensor.device.type, last.device.type} == {"cpu"}
+            if not same or before + size != start or start + nbytes - first[0] > RUN:
+                yield run
+                run = []
+        run.append(entry)
+    if run:
+        yield run
 
 
 def aligned(nbytes: int) -> np.ndarray:

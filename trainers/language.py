@@ -259,7 +259,7 @@ def check(cfg: Any) -> None:
 
 def _check_policy(cfg: Any, r: LanguageRolloutConfig, w: RewardConfig) -> None:
     from rewards.functions import check_rewards
-    from rollouts.engine import EngineSpec
+    from rollouts.engine import ENGINES, OTHER_ARITHMETIC, EngineSpec
     from trainers.credit import SCALES
 
     sampling(cfg).check()
@@ -270,7 +270,13 @@ def _check_policy(cfg: Any, r: LanguageRolloutConfig, w: RewardConfig) -> None:
         raise UserError(
             f"algo={cfg.algo.name} can't score what this engine draws",
             given=f"rollout.engine={r.engine}",
-            allowed=wanted or "transformers",
+            allowed=wanted or [name for name in ENGINES if name != other_order],
+        )
+    if r.engine in OTHER_ARITHMETIC and cfg.run.deterministic:
+        raise UserError(
+            f"the engine {r.engine} does not draw the same samples bit for bit",
+            given=f"rollout.engine={r.engine} with run.deterministic=true",
+            fix="run.deterministic=false, or rollout.engine=transformers",
         )
     if r.samples_per_prompt < 2:
         raise UserError(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import transformers
 
-from rollouts.engine import EngineSpec
+from rollouts.engine import OTHER_ARITHMETIC, EngineSpec
 from rollouts.pool import RolloutPool
 from trainers.feed import Feed, FeedConfig
 from trainers.feed_remote import remote_feed
@@ -130,7 +130,7 @@ class PolicyMaker:
             algorithm=algorithm,
             settings=PolicySettings(
                 iterations=c.num_iterations,
-                correct=r.staleness > 0,
+                correct=r.staleness > 0 or r.engine in OTHER_ARITHMETIC,
                 weight_cap=r.off_policy_cap,
                 exact=exact and scores_as_drawn(algorithm.likelihood),
             ),
